@@ -1,0 +1,19 @@
+"""Set up before jax starts: eight devices on any machine, and hypothesis without surprises."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import hypothesis
+
+# No deadline: an example's first call compiles. CI draws the same examples every time, so that a
+# red run is the change's fault; HYPOTHESIS_PROFILE=thorough looks further.
+hypothesis.settings.register_profile("fast", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast")
+)
