@@ -30,7 +30,7 @@ test: $(VENV)/.test
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 
-lint: $(VENV)/.test $(VENV)/.lint
+lint: $(VENV)/.test $(VENV)/.docs $(VENV)/.lint
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
