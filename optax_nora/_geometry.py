@@ -1,0 +1,149 @@
+"""What the rows of a model do: does Nora fit it, and where do its norms go?"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_nora._axes import Rows
+from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._routing import WeightDimensionNumbers, as_rule, check, goes_to_nora
+from optax_nora._rows import product, project, widen
+from optax_nora._rules import Default
+
+Array = jax.Array
+
+
+class RowGeometry(NamedTuple):
+    r"""The rows of one matrix; each field a float32 scalar.
+
+    Attributes:
+      radial_mean: mean over rows of the gradient's radial fraction, the cosine of the angle
+        between gradient and row without its sign: 0 where the loss does not depend on the row's length.
+      radial_max: its maximum over rows.
+      norm_min: least row norm.
+      norm_mean: mean row norm.
+      norm_max: greatest row norm.
+      angle_mean: mean angle between a row before and after the step, in radians; None without
+        updates.
+      angle_max: its maximum over rows; None without updates.
+      zeroed: share of rows that get no step, as the projection leaves only rounding noise, or that
+        get a short one, as it is under eps.
+    """
+
+    radial_mean: Array
+    radial_max: Array
+    norm_min: Array
+    norm_mean: Array
+    norm_max: Array
+    angle_mean: Array | None
+    angle_max: Array | None
+    zeroed: Array
+
+
+def row_geometry(
+    params: PyTree,
+    grads: PyTree,
+    updates: PyTree = None,
+    *,
+    eps: float = 1e-10,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> dict[str, RowGeometry]:
+    """Measure the rows of every matrix that goes to Nora.
+
+    Nora turns rows and cannot change their length on purpose. So it fits weights whose gradient
+    has next to no radial part; a `radial_mean` of 0.1 and more says that the loss wants the row
+    longer or shorter, and Nora will not do it.
+
+    Args:
+      params: the parameters.
+      grads: their gradients, or the momentum to be judged in their place.
+      updates: what is added to the parameters, for the angles. None: no angles.
+      eps: as for `nora`.
+      weight_dimension_numbers: as for `nora`.
+
+    Returns:
+      A `RowGeometry` for each matrix by its path, such as ``'mlp/up/kernel'``. Can be returned from
+      a jitted function.
+
+    Raises:
+      ValueError: if the dimension numbers do not fit, or the trees differ in their leaves.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax_nora
+      >>> params = {'kernel': jnp.array([[3.0], [4.0]])}  # one row, (3, 4)
+      >>> grads = {'kernel': jnp.array([[4.0], [-3.0]])}  # at a right angle to it
+      >>> rows = optax_nora.row_geometry(params, grads)['kernel']
+      >>> float(rows.radial_mean), float(rows.norm_mean)
+      (0.0, 5.0)
+    """
+    rule = as_rule(weight_dimension_numbers, Default(), params)
+    check(params, rule)
+    found: dict[str, RowGeometry] = {}
+
+    def measure(leaf: Leaf, *arrays: Array) -> Array:
+        rows = goes_to_nora(leaf, rule)
+        if rows is not None:
+            found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
+        return arrays[0]
+
+    map_leaves(measure, params, grads, *(() if updates is None else (updates,)))
+    return found
+
+
+def _measure(rows: Rows, eps: float, w: Array, g: Array, step: Array | None = None) -> RowGeometry:
+    u = project(g, w, rows)
+    ww, gg, gw, uu = rows.sums(product(w, w), product(g, g), product(g, w), product(u, u))
+    norms = jnp.sqrt(ww)
+    size = norms * jnp.sqrt(gg)
+    radial = jnp.abs(gw) / jnp.where(size > 0, size, 1)
+    angle = None if step is None else _angle(rows, w, step, norms)
+    return RowGeometry(
+        radial_mean=jnp.mean(radial),
+        radial_max=jnp.max(radial),
+        norm_min=jnp.min(norms),
+        norm_mean=jnp.mean(norms),
+        norm_max=jnp.max(norms),
+        angle_mean=None if angle is None else jnp.mean(angle),
+        angle_max=None if angle is None else jnp.max(angle),
+        zeroed=jnp.mean(uu <= eps * eps),
+    )
+
+
+def _angle(rows: Rows, w: Array, step: Array, norms: Array) -> Array:
+    across = project(step, w, rows)
+    aa, along = rows.sums(product(across, across), product(step, w))
+    length = jnp.where(norms > 0, norms, 1)
+    return jnp.where(norms > 0, jnp.arctan2(jnp.sqrt(aa), length + along / length), 0)
+
+
+def equilibrium_row_norm(learning_rate: Any, weight_decay: Any, row_scale: Any = 1.0) -> Any:
+    r"""The row norm at which weight decay and Nora's steps balance.
+
+    Each step multiplies :math:`|w_i|^2` by :math:`(1 - \eta\lambda)^2` and adds :math:`(\eta s)^2`,
+    so that it ends at
+
+    .. math::
+      |w_i| = \sqrt{\frac{\eta s^2}{\lambda (2 - \eta\lambda)}}
+
+    and a row then turns by about :math:`\sqrt{2 \eta \lambda}` radians a step.
+
+    Args:
+      learning_rate: :math:`\eta`, a number or an array.
+      weight_decay: :math:`\lambda`.
+      row_scale: the factor s of the matrix, as `summarize` prints it.
+
+    Returns:
+      The norm, of the arguments' shape.
+
+    Examples:
+      >>> import optax_nora
+      >>> round(float(optax_nora.equilibrium_row_norm(0.02, 0.1)), 4)
+      0.3164
+
+    References:
+      The identity :math:`|w'_i|^2 = (1 - \eta\lambda)^2 |w_i|^2 + (\eta s)^2`, which holds as the
+      direction is a unit vector across :math:`w_i`.
+    """
+    decay = weight_decay * (2 - learning_rate * weight_decay)
+    return jnp.sqrt(learning_rate * row_scale**2 / decay)

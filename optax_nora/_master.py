@@ -1,0 +1,98 @@
+"""float32 copies of low-precision parameters, around any optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._rows import require_params
+
+Array = jax.Array
+
+
+class MasterState(NamedTuple):
+    """State of `with_float32_master`.
+
+    Attributes:
+      master: float32 copies of the bfloat16 and float16 parameters; nothing for the others.
+      inner_state: the state of the wrapped optimizer, made from the float32 parameters.
+    """
+
+    master: PyTree
+    inner_state: PyTree
+
+
+def _is_low(array: Any) -> bool:
+    return jnp.result_type(array) in (jnp.bfloat16, jnp.float16)
+
+
+def with_float32_master(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Let ``inner`` optimize float32 copies of the low-precision parameters.
+
+    A step smaller than half a unit in the last place of a bfloat16 weight is lost when it is added
+    there; added to a float32 master it is not. Each parameter is its rounded master:
+
+    .. math::
+      M \leftarrow M + \mathrm{inner}(g, M), \quad w = \mathrm{round}(M)
+
+    Args:
+      inner: any optimizer; it sees float32 parameters and float32 gradients.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose updates are float32 and such that
+      `optax.apply_updates` leaves each parameter equal to its rounded master. (A parameter that in
+      one step shrinks by a factor of more than 2**16 arrives one step later.)
+
+    Raises:
+      ValueError: at ``update`` without params.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, optax_nora
+      >>> params = {'kernel': jnp.ones((2, 2), jnp.bfloat16)}
+      >>> tx = optax_nora.with_float32_master(optax.sgd(1e-3))
+      >>> state = tx.init(params)
+      >>> for _ in range(4):  # bfloat16 has no number between 0.996 and 1
+      ...     updates, state = tx.update({'kernel': jnp.ones((2, 2))}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params['kernel'][0, 0]
+      Array(0.996094, dtype=bfloat16)
+
+    References:
+      The authors' code keeps such copies for bfloat16 and float16 parameters.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> MasterState:
+        def copy(_: Leaf, param: Array) -> Any:
+            return param.astype(jnp.float32) if _is_low(param) else optax.MaskedNode()
+
+        def full(_: Leaf, param: Array) -> Array:
+            return param.astype(jnp.float32) if _is_low(param) else param
+
+        return MasterState(map_leaves(copy, params), inner.init(map_leaves(full, params)))
+
+    def update(
+        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, MasterState]:
+        require_params(params)
+        full = map_leaves(lambda _, p, m: p if m is None else m, params, state.master)
+        wide = map_leaves(
+            lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
+        )
+        steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
+        master = map_leaves(lambda _, m, u: m + u, state.master, steps)
+
+        def visible(_: Leaf, step: Array, param: Array, moved: Array | None) -> Array:
+            if moved is None:
+                return step
+            # The barrier keeps XLA from dropping the rounding as excess precision.
+            rounded = jax.lax.optimization_barrier(moved.astype(param.dtype))
+            return rounded.astype(jnp.float32) - param.astype(jnp.float32)
+
+        return map_leaves(visible, steps, params, master), MasterState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,48 @@
+"""optax's Muon behind Nora's routing."""
+
+from typing import Any
+
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from optax_nora._axes import Rows
+from optax_nora._leaves import PyTree
+from optax_nora._routing import WeightDimensionNumbers, map_rows
+from optax_nora.baselines._signature import like_nora
+
+
+@like_nora
+def muon(
+    beta: Any,
+    momentum: Any,
+    eps: Any,
+    mu_dtype: Any,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    r"""`optax.contrib.scale_by_muon` with Nora's routing, row scale and auxiliary AdamW.
+
+    Args, returns and raises are those of `nora`, but optax's Muon looks ahead with beta or not at
+    all: momentum is None, for look-ahead, or 1.
+
+    References:
+      `optax.contrib.muon`.
+    """
+    if momentum is not None and momentum != 1:
+        raise ValueError(
+            f"momentum={momentum}: optax's Muon looks ahead with beta (momentum=None) or not "
+            "at all (momentum=1)"
+        )
+
+    def numbers(updates: PyTree) -> PyTree:
+        def spec(rows: Rows, _: Any) -> MuonDimensionNumbers:
+            return MuonDimensionNumbers(rows.reduction, rows.output)
+
+        return map_rows(spec, weight_dimension_numbers, updates)
+
+    return optax.contrib.scale_by_muon(
+        beta=beta,
+        eps=eps,
+        mu_dtype=mu_dtype,
+        nesterov=momentum is None,
+        weight_dimension_numbers=numbers,
+    )

@@ -1,0 +1,32 @@
+"""Nora's signature around another direction for the matrices."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from optax_nora._nora import matrices_and_adamw, nora
+
+
+def like_nora(
+    direction: Callable[..., optax.GradientTransformation],
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """An optimizer called as `nora` is, with ``direction`` for its matrices.
+
+    ``direction`` takes beta, momentum, eps, mu_dtype and weight_dimension_numbers as `nora` does.
+    """
+    signature = inspect.signature(nora)
+
+    @functools.wraps(direction)
+    def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        rest = bound.arguments
+        own = {name: rest.pop(name) for name in ("beta", "momentum", "eps")}
+        shared = {name: rest[name] for name in ("mu_dtype", "weight_dimension_numbers")}
+        return matrices_and_adamw(direction(**own, **shared), **rest)
+
+    optimizer.__signature__ = signature  # what `optax.inject_hyperparams` and help() read
+    return optimizer
