@@ -15,11 +15,11 @@ Array = jax.Array
 
 
 class RowGeometry(NamedTuple):
-    r"""The rows of one matrix; each field a float32 scalar.
+    """The rows of one matrix; each field a float32 scalar.
 
     Attributes:
-      radial_mean: mean over rows of the gradient's radial fraction, the cosine of the angle
-        between gradient and row without its sign: 0 where the loss does not depend on the row's length.
+      radial_mean: mean over rows of the gradient's radial fraction, the absolute cosine of the
+        angle between gradient and row: 0 where the loss does not depend on the row's length.
       radial_max: its maximum over rows.
       norm_min: least row norm.
       norm_mean: mean row norm.

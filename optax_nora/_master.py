@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_nora._checks import require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._rows import require_params
 
 Array = jax.Array
 
@@ -76,7 +76,7 @@ def with_float32_master(
         return MasterState(map_leaves(copy, params), inner.init(map_leaves(full, params)))
 
     def update(
-        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         require_params(params)
         full = map_leaves(lambda _, p, m: p if m is None else m, params, state.master)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
+from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows, route
-from optax_nora._rows import check_range, require_params, widen
+from optax_nora._rows import widen
 from optax_nora._rules import Kernels
 
 Array = jax.Array
@@ -37,7 +38,7 @@ def scale_by_momentum(
 
     mu <- beta mu + (1 - beta) g, and h = momentum mu + (1 - momentum) g.
     """
-    check_range("beta", beta, 0, 1)
+    check_range("beta", beta, 0, 1, below=True)
     check_range("momentum", momentum, 0, 1)
 
     def init(params: PyTree) -> MomentumState:
@@ -59,9 +60,7 @@ def scale_by_momentum(
         ahead = beta if momentum is None else momentum
         return direction(blend(ahead, g, mu), widen(w), rows).astype(jnp.result_type(w))
 
-    def update(
-        updates: PyTree, state: MomentumState, params: PyTree = None
-    ) -> tuple[PyTree, MomentumState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MomentumState]:
         require_params(params)
         numbers = weight_dimension_numbers
         mu = map_rows(lambda rows, g, mu: blend(beta, g, mu), numbers, updates, state.mu)

@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import scale_by_momentum
 from optax_nora._routing import WeightDimensionNumbers, routed_tree
-from optax_nora._rows import (
-    check_range,
-    project_and_normalize,
-    require_params,
-    scale_by_row_shape,
-    widen,
-)
+from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
 
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
 
@@ -42,7 +37,7 @@ def scale_by_nora(
     gets a zero update.
 
     Args:
-      beta: decay of the momentum, in [0, 1].
+      beta: decay of the momentum, in [0, 1).
       momentum: weight m of the momentum against the gradient in the look-ahead, in [0, 1]. None:
         the same as beta, as in the authors' code. 1.0: no look-ahead, as in the paper.
       eps: the norm under which a row is no longer made a unit vector.
@@ -128,8 +123,8 @@ def matrices_and_adamw(
     check_range("adam_learning_rate", adam_learning_rate, 0)
     check_range("weight_decay", weight_decay, 0)
     check_range("adam_weight_decay", adam_weight_decay, 0)
-    check_range("adam_b1", adam_b1, 0, 1)
-    check_range("adam_b2", adam_b2, 0, 1)
+    check_range("adam_b1", adam_b1, 0, 1, below=True)
+    check_range("adam_b2", adam_b2, 0, 1, below=True)
     check_range("adam_eps", adam_eps, 0)
     numbers = weight_dimension_numbers
     matrix = optax.chain(
@@ -163,7 +158,7 @@ def matrices_and_adamw(
         labels,
     )
 
-    def init(params: PyTree) -> optax.PartitionState:
+    def init(params: PyTree) -> PyTree:
         map_leaves(_require_floating, params)
         goes = jax.tree.leaves(labels(params))
         if goes and "matrix" not in goes:
@@ -220,7 +215,7 @@ def nora(
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
-      beta: decay of the momentum, in [0, 1].
+      beta: decay of the momentum, in [0, 1).
       momentum: weight of the momentum in the look-ahead. None: the same as beta, as in the authors'
         code. 1.0: no look-ahead, as in the paper.
       eps: the norm under which a row is no longer made a unit vector.

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax._src import base
 
 from optax_nora._axes import Rows
+from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows
 from optax_nora._rules import Kernels
@@ -54,7 +54,7 @@ def _project(h: Array, w: Array, rows: Rows) -> tuple[Array, Array]:
     square = uu - uw * leak
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
     threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
-    noise = (square <= 0) | (jnp.sqrt(square) <= threshold)
+    noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
     return u - leak * w, jnp.where(noise, 0, square)
 
 
@@ -109,18 +109,6 @@ def row_scale_of(row_scale: str, fan_in: int, fan_out: int, base_fan_in: Any, rm
     raise AssertionError(row_scale)  # check_row_scale comes first
 
 
-def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise for a coefficient out of [low, high], unless only a trace knows it."""
-    if value is None or callable(value) or isinstance(value, jax.core.Tracer):
-        return
-    if not low <= value <= high:
-        raise ValueError(
-            f"{name}={value} is out of range; it lies in [{low:g}, {high:g}]"
-            if high < math.inf
-            else f"{name}={value} is out of range; it is at least {low:g}"
-        )
-
-
 def check_row_scale(row_scale: str, base_fan_in: Any, rms: Any) -> None:
     """Raise for a scale that is unknown or lacks its width."""
     if row_scale not in ROW_SCALES:
@@ -131,12 +119,6 @@ def check_row_scale(row_scale: str, base_fan_in: Any, rms: Any) -> None:
         )
     check_range("base_fan_in", base_fan_in, 0)
     check_range("rms", rms, 0)
-
-
-def require_params(params: PyTree) -> None:
-    """Raise optax's own message where parameters are needed and missing."""
-    if params is None:
-        raise ValueError(base.NO_PARAMS_MSG)
 
 
 def _stateless(
@@ -153,9 +135,7 @@ def _stateless(
     def one(rows: Rows, update: Array, param: Array) -> Array:
         return fn(rows, widen(update), widen(param)).astype(jnp.result_type(param))
 
-    def update(
-        updates: PyTree, state: optax.EmptyState, params: PyTree = None
-    ) -> tuple[PyTree, optax.EmptyState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         if needs_params:
             require_params(params)
         like = updates if params is None else params

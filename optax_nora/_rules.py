@@ -249,8 +249,8 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     if shared := set(reduction) & set(output):
         raise ValueError(
             f"{leaf}: reduction_axis={numbers.reduction_axis} and "
-            f"output_axis={numbers.output_axis} overlap in {sorted(shared)}; an axis is reduced over "
-            "or numbers the rows, not both"
+            f"output_axis={numbers.output_axis} overlap in {sorted(shared)}; an axis is reduced "
+            "over or numbers the rows, not both"
         )
 
     def mesh_axes(array_axes: tuple[int, ...]) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def summarize(
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
     head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
-    table = [head]
+    table: list[tuple[str, ...]] = [head]
     sizes: dict[str, list[int]] = {"nora": [], "adamw": []}
 
     def add(leaf: Leaf, rows: Rows | None) -> None:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
+from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows, route
-from optax_nora._rows import check_range, project_and_normalize, require_params, widen
+from optax_nora._rows import project_and_normalize, widen
 from optax_nora._rules import Kernels
 from optax_nora.baselines._signature import like_nora
 
@@ -24,7 +25,7 @@ class ManoState(NamedTuple):
       mu: heavy-ball momentum, shaped and sharded like the parameters.
     """
 
-    count: Array
+    count: jax.typing.ArrayLike
     mu: PyTree
 
 
@@ -49,7 +50,7 @@ def mano(
     References:
       The Mano baseline of the Nora authors' runs.
     """
-    check_range("beta", beta, 0, 1)
+    check_range("beta", beta, 0, 1, below=True)
     check_range("eps", eps, 0)
     if momentum is not None and momentum != 1:
         raise ValueError(f"momentum={momentum}: Mano has no look-ahead; leave momentum out")
@@ -64,9 +65,7 @@ def mano(
 
         return ManoState(count=jnp.zeros([], jnp.int32), mu=map_leaves(zeros, params))
 
-    def update(
-        updates: PyTree, state: ManoState, params: PyTree = None
-    ) -> tuple[PyTree, ManoState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, ManoState]:
         require_params(params)
         odd = state.count % 2 == 0
 

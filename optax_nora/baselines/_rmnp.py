@@ -4,9 +4,10 @@ from typing import Any
 
 import optax
 
+from optax_nora._checks import check_range
 from optax_nora._momentum import scale_by_momentum
 from optax_nora._routing import WeightDimensionNumbers
-from optax_nora._rows import check_range, normalize
+from optax_nora._rows import normalize
 from optax_nora.baselines._signature import like_nora
 
 

@@ -28,5 +28,6 @@ def like_nora(
         shared = {name: rest[name] for name in ("mu_dtype", "weight_dimension_numbers")}
         return matrices_and_adamw(direction(**own, **shared), **rest)
 
-    optimizer.__signature__ = signature  # what `optax.inject_hyperparams` and help() read
+    # What `optax.inject_hyperparams` and help() read.
+    setattr(optimizer, "__signature__", signature)  # noqa: B010
     return optimizer
