@@ -4,6 +4,7 @@ from optax_nora import baselines as baselines
 from optax_nora._geometry import RowGeometry as RowGeometry
 from optax_nora._geometry import equilibrium_row_norm as equilibrium_row_norm
 from optax_nora._geometry import row_geometry as row_geometry
+from optax_nora._logical_axes import from_logical_axes as from_logical_axes
 from optax_nora._master import MasterState as MasterState
 from optax_nora._master import with_float32_master as with_float32_master
 from optax_nora._momentum import MomentumState as MomentumState
@@ -16,7 +17,6 @@ from optax_nora._rows import row_normalize as row_normalize
 from optax_nora._rows import row_project as row_project
 from optax_nora._rows import scale_by_row_shape as scale_by_row_shape
 from optax_nora._rules import by_path as by_path
-from optax_nora._rules import from_logical_axes as from_logical_axes
 from optax_nora._rules import in_shard_map as in_shard_map
 from optax_nora._rules import stacked as stacked
 from optax_nora._summary import summarize as summarize

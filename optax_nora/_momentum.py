@@ -27,6 +27,20 @@ class MomentumState(NamedTuple):
     mu: PyTree
 
 
+def zero_momentum(
+    params: PyTree, mu_dtype: Any, weight_dimension_numbers: WeightDimensionNumbers
+) -> PyTree:
+    """A zero for each matrix, shaped and sharded like it; nothing for the other leaves."""
+    rule = as_rule(weight_dimension_numbers, Kernels(), params)
+    check(params, rule)
+
+    def zeros(leaf: Leaf, param: Array) -> Any:
+        matrix = route(leaf, rule) is not None
+        return jnp.zeros_like(param, dtype=mu_dtype) if matrix else optax.MaskedNode()
+
+    return map_leaves(zeros, params)
+
+
 def scale_by_momentum(
     direction: Callable[[Array, Array, Rows], Array],
     beta: Any,
@@ -42,14 +56,7 @@ def scale_by_momentum(
     check_range("momentum", momentum, 0, 1)
 
     def init(params: PyTree) -> MomentumState:
-        rule = as_rule(weight_dimension_numbers, Kernels(), params)
-        check(params, rule)
-
-        def zeros(leaf: Leaf, param: Array) -> Any:
-            matrix = route(leaf, rule) is not None
-            return jnp.zeros_like(param, dtype=mu_dtype) if matrix else optax.MaskedNode()
-
-        return MomentumState(mu=map_leaves(zeros, params))
+        return MomentumState(mu=zero_momentum(params, mu_dtype, weight_dimension_numbers))
 
     def blend(rate: Any, a: Array, b: Array) -> Array:
         # An injected rate comes in the parameters' dtype, where 1 - rate would lose digits.

@@ -8,10 +8,10 @@ import optax
 
 from optax_nora._axes import Rows
 from optax_nora._checks import check_range, require_params
-from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows, route
+from optax_nora._leaves import PyTree, map_leaves
+from optax_nora._momentum import zero_momentum
+from optax_nora._routing import WeightDimensionNumbers, map_rows
 from optax_nora._rows import project_and_normalize, widen
-from optax_nora._rules import Kernels
 from optax_nora.baselines._signature import like_nora
 
 Array = jax.Array
@@ -56,14 +56,8 @@ def mano(
         raise ValueError(f"momentum={momentum}: Mano has no look-ahead; leave momentum out")
 
     def init(params: PyTree) -> ManoState:
-        rule = as_rule(weight_dimension_numbers, Kernels(), params)
-        check(params, rule)
-
-        def zeros(leaf: Leaf, param: Array) -> Any:
-            matrix = route(leaf, rule) is not None
-            return jnp.zeros_like(param, dtype=mu_dtype) if matrix else optax.MaskedNode()
-
-        return ManoState(count=jnp.zeros([], jnp.int32), mu=map_leaves(zeros, params))
+        mu = zero_momentum(params, mu_dtype, weight_dimension_numbers)
+        return ManoState(count=jnp.zeros([], jnp.int32), mu=mu)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, ManoState]:
         require_params(params)
