@@ -1,0 +1,48 @@
+"""Held-out loss, weighted by tokens, and what it is to be held against."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from examples.llama.data import Contexts, Documents, eval_batches
+from examples.llama.sharding import put_batch
+
+
+class HeldOut(NamedTuple):
+    """Mean cross-entropy in nats a token."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def evaluate(
+    step: Callable, params, source: Contexts | Documents, batch: int, limit: int, mesh: Mesh, shard
+) -> HeldOut:
+    """The loss of the first `limit` rows: all their losses over all their tokens.
+
+    Args:
+        step: `(params, tokens) -> (sum of losses, number of tokens)`.
+        params: of the model.
+        source: held-out rows.
+        batch: rows at once; changes nothing but speed.
+        limit: rows to take.
+        mesh: where the batches go.
+        shard: this process and the number of processes.
+    """
+    sums = [step(params, put_batch(x, mesh)) for x in eval_batches(source, batch, limit, shard)]
+    loss, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
+    return HeldOut(loss / tokens, int(tokens))
+
+
+def unigram_entropy(shards: list[np.ndarray]) -> float:
+    """Entropy of the words' own frequencies in nats: what no model without context can beat."""
+    counts = sum(np.bincount(shard, minlength=1 << 17) for shard in shards)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

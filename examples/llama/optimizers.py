@@ -1,0 +1,125 @@
+"""Every optimizer of the comparison: one signature, one routing, one auxiliary AdamW.
+
+Learning rates are arguments of the compiled step, not constants in it: one compile serves a sweep.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optax_nora
+from examples.llama.config import Config, UserError
+
+
+class Rates(NamedTuple):
+    """Learning rates: of the matrices, and of everything else."""
+
+    matrix: float | Array
+    other: float | Array
+
+
+class Recipe(NamedTuple):
+    """How an optimizer is made, and what is recommended for it."""
+
+    make: Callable[..., optax.GradientTransformation]
+    learning_rate: float
+    weight_decay: float = 0.1
+    adam_learning_rate: float = 5e-3
+
+
+def _plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
+    """`matrix_rule` for the matrices and AdamW for the rest, routed as Nora is."""
+
+    def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
+        def label(params):
+            mask = optax_nora.matrix_mask(params, weight_dimension_numbers)
+            return optax.tree.map(lambda matrix: "matrix" if matrix else "other", mask)
+
+        rules = {
+            "matrix": matrix_rule(learning_rate, weight_decay),
+            "other": optax.adamw(adam_learning_rate, b2=0.95, eps=1e-10, weight_decay=0.0),
+        }
+        return optax.partition(rules, label)
+
+    return make
+
+
+def _adamw(learning_rate, weight_decay):
+    return optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
+
+
+def _sgd(learning_rate, weight_decay):
+    return optax.chain(
+        optax.trace(decay=0.9),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+RECIPES = {
+    "nora": Recipe(optax_nora.nora, 0.01, weight_decay=0.0),
+    "rmnp": Recipe(optax_nora.baselines.rmnp, 0.01),
+    "mano": Recipe(optax_nora.baselines.mano, 0.01),
+    "muon": Recipe(optax_nora.baselines.muon, 0.02),
+    "adamw": Recipe(_plain(_adamw), 3e-3),
+    "sgd": Recipe(_plain(_sgd), 0.3),
+}
+
+
+def recipe(config: Config) -> Recipe:
+    """The recommended values of the optimizer, and in their place what the user gave."""
+    if config.optimizer not in RECIPES:
+        raise UserError(f"unknown optimizer {config.optimizer!r}: choose from {', '.join(RECIPES)}")
+    default = RECIPES[config.optimizer]
+    given = {name: getattr(config, name) for name in default._fields[1:]}
+    return default._replace(**{name: x for name, x in given.items() if x is not None})
+
+
+def peak_rates(config: Config) -> Rates:
+    """The learning rates of the compiled step."""
+    chosen = recipe(config)
+    return Rates(jnp.float32(chosen.learning_rate), jnp.float32(chosen.adam_learning_rate))
+
+
+def schedule(step: Array, config: Config) -> Array:
+    """The fraction of the peak learning rate: linear warm-up, then cosine to `final_fraction`."""
+    progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0, 1)))
+    decayed = config.final_fraction + (1 - config.final_fraction) * cosine
+    return jnp.where(step < config.warmup, (step + 1) / max(config.warmup, 1), decayed)
+
+
+def dimension_numbers(config: Config):
+    """Which axes are rows: the library's defaults, one axis later where blocks are stacked."""
+    return optax_nora.by_path({"layers": optax_nora.stacked()}) if config.scan_layers else None
+
+
+def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
+    """The whole chain: clipping, the optimizer, float32 copies where the precision asks for them."""
+    chosen = recipe(config)
+    rows = {"row_scale": config.row_scale, "base_fan_in": config.base_fan_in}
+    options: dict[str, Any] = {name: x for name, x in rows.items() if x is not None}
+    if config.momentum is not None:
+        options["momentum"] = config.momentum
+    if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
+        raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
+    numbers = dimension_numbers(config)
+    optimizer = chosen.make(
+        rates.matrix,
+        weight_decay=chosen.weight_decay,
+        adam_learning_rate=rates.other,
+        weight_dimension_numbers=numbers,
+        **options,
+    )
+    if config.keep_row_norms:
+        mask = functools.partial(optax_nora.matrix_mask, weight_dimension_numbers=numbers)
+        keep = optax_nora.keep_row_norms(weight_dimension_numbers=numbers)
+        optimizer = optax.chain(optimizer, optax.masked(keep, mask))
+    if config.precision == "bfloat16_master":
+        optimizer = optax_nora.with_float32_master(optimizer)
+    return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)

@@ -1,0 +1,70 @@
+"""What is seen of a run: lines on the terminal, a progress bar, metrics.jsonl."""
+
+import json
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from examples.llama.evaluate import HeldOut
+
+console = Console(highlight=False)
+
+
+class Report:
+    """Writes metrics.jsonl and draws progress. Only the first process does either.
+
+    Seconds count training alone: `aside` leaves out evaluations, checkpoints and the compile.
+    """
+
+    def __init__(self, folder: Path, steps: int, done: int, tokens_a_step: int):
+        self.tokens_a_step, self.seconds = tokens_a_step, 0.0
+        self.file = (folder / "metrics.jsonl").open("a")
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task("", total=steps, completed=done, loss="-", speed="-")
+        self.timed_step, self.clock = done, time.perf_counter()
+
+    def __enter__(self):
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self.progress.stop()
+        self.file.close()
+
+    def write(self, step: int, **values) -> None:
+        line = {"step": step, "tokens": step * self.tokens_a_step, "seconds": round(self.seconds, 2)}
+        self.file.write(json.dumps(line | values) + "\n")
+        self.file.flush()
+
+    def training(self, step: int, metrics: dict[str, float]) -> None:
+        """Losses of a step, which has just ended."""
+        passed = time.perf_counter() - self.clock
+        speed = (step - self.timed_step) * self.tokens_a_step / passed
+        self.seconds += passed
+        self.timed_step, self.clock = step, time.perf_counter()
+        self.write(step, **metrics, tokens_per_second=round(speed))
+        shown = {"loss": f"{metrics['loss']:.3f}", "speed": f"{speed:,.0f}"}
+        self.progress.update(self.task, completed=step, **shown)
+
+    def held_out(self, step: int, result: HeldOut, **more) -> None:
+        values = {"held_out_loss": result.loss, "held_out_perplexity": result.perplexity}
+        self.write(step, **values, **more)
+        text = f"{result.loss:.4f} nats a token, perplexity {result.perplexity:,.1f}"
+        console.print(f"step {step:>6,}: held-out loss {text}")
+
+    @contextmanager
+    def aside(self):
+        """Time that is not training's."""
+        start = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - start

@@ -1,0 +1,142 @@
+"""What is compiled: the initial state, one optimizer step, one evaluation step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.llama import data, sharding
+from examples.llama.config import Config, UserError
+from examples.llama.loss import cross_entropy
+from examples.llama.model import Llama
+from examples.llama.optimizers import Rates, make_optimizer, schedule
+
+
+class State(NamedTuple):
+    """All that a step changes. Once a gradient is not finite, nothing changes any more."""
+
+    params: Any
+    opt_state: Any
+    step: Array  # optimizer steps done
+    bad: Array  # the first leaf whose gradient was not finite, -1 for none
+
+
+class Program(NamedTuple):
+    """The compiled functions of a run; none of them holds a learning rate or a seed."""
+
+    graph: Any
+    leaf_names: list[str]
+    shardings: State
+    init: Callable[[Array], State]
+    train: Callable[[State, Array, Rates], tuple[State, dict[str, Array]]]
+    evaluate: Callable[[Any, Array], tuple[Array, Array]]
+
+
+def accumulation(config: Config, mesh: Mesh) -> int:
+    """Micro-batches of a step."""
+    parts = sharding.batch_parts(mesh)
+    if config.batch % parts:
+        raise UserError(f"batch {config.batch} does not divide over mesh data * fsdp = {parts}")
+    local = config.batch // parts
+    micro = config.micro_batch or local
+    if local % micro:
+        raise UserError(f"micro_batch {micro} does not divide the {local} sequences of a device")
+    return local // micro
+
+
+def make_program(config: Config, mesh: Mesh, end: int) -> Program:
+    """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer."""
+    micro_batches = accumulation(config, mesh)
+    chunk = _chunk(config, mesh, micro_batches)
+    batch_spec = NamedSharding(mesh, sharding.BATCH)
+    everywhere = NamedSharding(mesh, P())
+
+    def make_model(key: Array) -> Llama:
+        return Llama(
+            config.model,
+            key,
+            param_dtype=jnp.bfloat16 if config.precision.startswith("bfloat16") else jnp.float32,
+            dtype=jnp.float32 if config.precision == "float32" else jnp.bfloat16,
+            scan_layers=config.scan_layers,
+            remat=config.remat,
+            activations=batch_spec,
+        )
+
+    def init(key: Array) -> State:
+        params = nnx.to_pure_dict(nnx.state(make_model(key), nnx.Param))
+        opt_state = make_optimizer(config, Rates(0.0, 0.0)).init(params)
+        return State(params, opt_state, jnp.int32(0), jnp.int32(-1))
+
+    def loss(params, tokens: Array) -> Array:
+        """Sum over the targets that count."""
+        model = nnx.merge(graph, params)
+        hidden, _ = model(tokens[:, :-1])
+        counts = data.weights(tokens, end).astype(jnp.float32)
+        head = jax.lax.with_sharding_constraint(
+            model.lm_head.kernel[...], NamedSharding(mesh, P(None, "tensor"))
+        )
+        return cross_entropy(hidden, head, tokens[:, 1:], counts, chunk)
+
+    def gradients(params, tokens: Array):
+        if micro_batches == 1:
+            return jax.value_and_grad(loss)(params, tokens)
+
+        def add(total, part):
+            part = jax.lax.with_sharding_constraint(part, batch_spec)
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, part)), None
+
+        # Rows of a device stay on it: (devices * micro_batches * micro, T) -> one part a turn.
+        parts = tokens.reshape(-1, micro_batches, tokens.shape[1]).swapaxes(0, 1)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+        (total, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
+        return total, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    def train(state: State, tokens: Array, rates: Rates) -> tuple[State, dict[str, Array]]:
+        total, grads = gradients(state.params, tokens)
+        count = jnp.sum(data.weights(tokens, end))
+        grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        values = jnp.append(squares, total)
+        bad = jnp.where(jnp.isfinite(values).all(), -1, jnp.argmin(jnp.isfinite(values)))
+        bad = jnp.where(state.bad >= 0, state.bad, bad).astype(jnp.int32)
+
+        fraction = schedule(state.step, config)
+        now = jax.tree.map(lambda rate: rate * fraction, rates)
+        updates, opt_state = make_optimizer(config, now).update(grads, state.opt_state, state.params)
+        new = State(optax.apply_updates(state.params, updates), opt_state, state.step + 1, bad)
+        kept = jax.tree.map(lambda n, old: jnp.where(bad < 0, n, old), new, state)
+        metrics = {"loss": total / count, "grad_norm": jnp.sqrt(squares.sum())}
+        metrics |= {"learning_rate": now.matrix, "adam_learning_rate": now.other}
+        return kept._replace(bad=bad), metrics | {"bad": bad}
+
+    def evaluate(params, tokens: Array) -> tuple[Array, Array]:
+        return loss(params, tokens), jnp.sum(data.weights(tokens, end))
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make_model(jax.random.key(0))))
+    params = sharding.param_shardings(shapes.params, mesh)
+    opt_state = sharding.like_params(shapes.opt_state, params, mesh)
+    shardings = State(params, opt_state, everywhere, everywhere)
+    names = [sharding.name(path) for path, _ in jax.tree.leaves_with_path(shapes.params)]
+    return Program(
+        graph,
+        [*names, "loss"],
+        shardings,
+        jax.jit(init, out_shardings=shardings),
+        jax.jit(train, donate_argnums=0, out_shardings=(shardings, everywhere)),
+        jax.jit(evaluate, out_shardings=everywhere),
+    )
+
+
+def _chunk(config: Config, mesh: Mesh, micro_batches: int) -> int:
+    """Positions whose logits are made at once: the most that `loss_chunk` tokens allow."""
+    rows = config.batch // sharding.batch_parts(mesh) // micro_batches
+    context = config.model.context
+    fits = (n for n in range(context, 0, -1) if context % n == 0 and n * rows <= config.loss_chunk)
+    return next(fits, 1)
