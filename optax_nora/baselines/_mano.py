@@ -12,7 +12,7 @@ from optax_nora._leaves import PyTree, map_leaves
 from optax_nora._momentum import zero_momentum
 from optax_nora._routing import WeightDimensionNumbers, map_rows
 from optax_nora._rows import project_and_normalize, widen
-from optax_nora.baselines._signature import like_nora
+from optax_nora.baselines._signature import check_momentum, like_nora
 
 Array = jax.Array
 
@@ -52,8 +52,7 @@ def mano(
     """
     check_range("beta", beta, 0, 1, below=True)
     check_range("eps", eps, 0)
-    if momentum is not None and momentum != 1:
-        raise ValueError(f"momentum={momentum}: Mano has no look-ahead; leave momentum out")
+    check_momentum(momentum, "Mano has no look-ahead; leave momentum out")
 
     def init(params: PyTree) -> ManoState:
         mu = zero_momentum(params, mu_dtype, weight_dimension_numbers)

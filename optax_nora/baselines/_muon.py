@@ -8,7 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax_nora._axes import Rows
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, map_rows
-from optax_nora.baselines._signature import like_nora
+from optax_nora.baselines._signature import check_momentum, like_nora
 
 
 @like_nora
@@ -27,11 +27,10 @@ def muon(
     References:
       `optax.contrib.muon`.
     """
-    if momentum is not None and momentum != 1:
-        raise ValueError(
-            f"momentum={momentum}: optax's Muon looks ahead with beta (momentum=None) or not "
-            "at all (momentum=1)"
-        )
+    check_momentum(
+        momentum,
+        "optax's Muon looks ahead with beta (momentum=None) or not at all (momentum=1)",
+    )
 
     def numbers(updates: PyTree) -> PyTree:
         def spec(rows: Rows, _: Any) -> MuonDimensionNumbers:
@@ -39,10 +38,17 @@ def muon(
 
         return map_rows(spec, weight_dimension_numbers, updates)
 
-    return optax.contrib.scale_by_muon(
+    inner = optax.contrib.scale_by_muon(
         beta=beta,
         eps=eps,
         mu_dtype=mu_dtype,
         nesterov=momentum is None,
         weight_dimension_numbers=numbers,
     )
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        updates, new = inner.update(updates, state, params)
+        # optax lets the dtype of the gradients into the state; `lax.scan` would refuse it.
+        return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
+
+    return optax.GradientTransformation(inner.init, update)

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from optax_nora._nora import matrices_and_adamw, nora
@@ -31,3 +32,10 @@ def like_nora(
     # What `optax.inject_hyperparams` and help() read.
     setattr(optimizer, "__signature__", signature)  # noqa: B010
     return optimizer
+
+
+def check_momentum(momentum: Any, reason: str) -> None:
+    """Raise for a look-ahead of its own, unless only a trace knows it."""
+    if momentum is None or isinstance(momentum, jax.core.Tracer) or momentum == 1:
+        return
+    raise ValueError(f"momentum={momentum}: {reason}")
