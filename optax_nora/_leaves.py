@@ -51,10 +51,9 @@ def _is_leaf(node: Any) -> bool:
 
 
 def path_segments(key_path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A jax key path as plain segments, whatever kinds of key it has."""
-    return tuple(
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in key_path
-    )
+    """A jax key path as plain segments, whatever kinds of key it has; Haiku's keys hold slashes."""
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in key_path)
+    return tuple(segment for key in keys for segment in str(key).split("/"))
 
 
 def nodes_with_paths(tree: PyTree) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:

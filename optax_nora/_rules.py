@@ -227,8 +227,8 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     """Check dimension numbers against a leaf; axes counted from the front."""
     if leaf.ndim < 2:
         raise ValueError(
-            f"{leaf} has {leaf.ndim} axes and dimension numbers {numbers}: a matrix has at "
-            "least 2; give this leaf None, for AdamW"
+            f"{leaf} has dimension numbers {numbers} and fewer than 2 axes; give this leaf None, "
+            "for AdamW"
         )
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise ValueError(f"{leaf} is no floating leaf and has dimension numbers; give it None")
