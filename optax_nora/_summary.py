@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_nora._axes import Rows
 from optax_nora._leaves import Leaf, PyTree
 from optax_nora._routing import WeightDimensionNumbers, routed_tree
-from optax_nora._rows import row_scale_of
+from optax_nora._rows import check_row_scale, row_scale_of
 
 
 def summarize(
@@ -32,7 +32,7 @@ def summarize(
       file: where to print. None: standard output.
 
     Raises:
-      ValueError: as `infer_dimension_numbers`.
+      ValueError: as `infer_dimension_numbers`, and as `scale_by_row_shape`.
 
     Examples:
       >>> import jax.numpy as jnp, optax_nora
@@ -44,6 +44,7 @@ def summarize(
       <BLANKLINE>
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
+    check_row_scale(row_scale, base_fan_in, rms)
     head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
     table: list[tuple[str, ...]] = [head]
     sizes: dict[str, list[int]] = {"nora": [], "adamw": []}
