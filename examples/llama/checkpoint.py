@@ -36,8 +36,6 @@ class Checkpoints:
         step = self.manager.latest_step()
         if step is None:
             raise UserError(f"{self.folder} holds no checkpoint to resume from")
-        args = ocp.args.Composite(
-            state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore()
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
         restored = self.manager.restore(step, args=args)
         return restored["state"], restored["data"]

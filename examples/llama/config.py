@@ -1,13 +1,16 @@
-"""What a run is: frozen dataclasses that make the command line, the config file and the record kept."""
+"""What a run is: frozen dataclasses that make the command line, the file and the record kept."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import tyro
+import yaml
 
 
 class UserError(Exception):
@@ -60,8 +63,8 @@ class DataConfig:
     tokenizer: Path | None = None
     """A tokenizer.json of the `tokenizers` library. None: train one on the text."""
     packing: Literal["concat", "pad"] = "concat"
-    """concat: documents one after another, cut into contexts. pad: a document a row, cut or padded."""
-    held_out: float = 0.04
+    """concat: documents one after another, cut into contexts. pad: a document a row."""
+    held_out: float = 0.05
     """Fraction of the documents held out, chosen by a hash of their names."""
     eval_tokens: int = 200_000
     """At most this many held-out tokens are evaluated, the same ones each time."""
@@ -85,6 +88,8 @@ class Config:
 
     preset: str = "tiny"
     """Defaults to start from: tiny, 60m, 135m, 350m or 1b."""
+    config: Path | None = None
+    """A YAML or JSON file of these fields, such as the config.json of a run; flags go before it."""
     name: str | None = None
     """The run is written to OUT/NAME. None: optimizer and time of day."""
     out: Path = Path("runs")
@@ -129,8 +134,8 @@ class Config:
     """Of the initial weights and of the order of the data."""
 
     precision: Literal["auto", "float32", "mixed", "bfloat16_master", "bfloat16"] = "auto"
-    """mixed: float32 parameters, bfloat16 compute. bfloat16_master: bfloat16 parameters with float32
-    copies in the optimizer. bfloat16: without these. auto: float32 on CPU, mixed elsewhere."""
+    """mixed: float32 parameters, bfloat16 compute. bfloat16_master: bfloat16 parameters, of which
+    the optimizer holds float32 copies. bfloat16: no copies. auto: float32 on CPU, else mixed."""
     scan_layers: bool = False
     """Stack the blocks and scan over them: one compile whatever the depth."""
     remat: Literal["none", "dots", "full"] = "none"
@@ -152,16 +157,21 @@ class Config:
     """Beginning of the sample that is generated at the end."""
 
 
+MODEL_SIZES = ("vocab_size", "context", "layers", "width", "heads", "key_heads", "mlp_width")
+RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_every", "keep")
+
 PRESETS: dict[str, Config] = {
     "tiny": Config(
         model=ModelConfig(
             vocab_size=2048, context=128, layers=4, width=128, heads=4, mlp_width=344
         ),
-        steps=500,
-        batch=32,
-        warmup=50,
+        learning_rate=0.005,
+        adam_learning_rate=0.01,
+        steps=680,
+        batch=16,
+        warmup=68,
         eval_every=100,
-        save_every=250,
+        save_every=340,
         geometry_every=50,
     ),
     "60m": Config(preset="60m"),
@@ -190,23 +200,62 @@ PRESETS: dict[str, Config] = {
 
 def parse(arguments: list[str]) -> Config:
     """The command line over a file (`--config FILE`) over a preset (`--preset NAME`)."""
-    default = PRESETS["tiny"]
-    preset, file = _value(arguments, "--preset"), _value(arguments, "--config")
-    if preset:
-        if preset not in PRESETS:
-            raise UserError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
-        default = PRESETS[preset]
-    return resolve(tyro.cli(Config, args=arguments, default=default))
+    if file := _value(arguments, "--config"):
+        arguments = _from_file(Path(file)) + arguments
+    preset = _value(arguments, "--preset") or "tiny"
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
+    config = tyro.cli(Config, args=arguments, default=PRESETS[preset])
+    check(config)
+    return resolve(config)
 
 
 def _value(arguments: list[str], flag: str) -> str | None:
-    """What follows `flag`, or what is joined to it by "="."""
-    for i, argument in enumerate(arguments):
-        if argument == flag:
-            return arguments[i + 1] if i + 1 < len(arguments) else None
-        if argument.startswith(flag + "="):
-            return argument.removeprefix(flag + "=")
-    return None
+    """What follows the last `flag`, or what is joined to it by "="."""
+    values = [b for a, b in itertools.pairwise(arguments) if a == flag]
+    values += [a.removeprefix(flag + "=") for a in arguments if a.startswith(flag + "=")]
+    return values[-1] if values else None
+
+
+def _from_file(path: Path) -> list[str]:
+    """The fields of a file as flags: their types and their errors are those of the command line."""
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config {path} is not a table of fields")
+    return list(_flags(values, ""))
+
+
+def _flags(values: dict, group: str) -> Iterator[str]:
+    for name, value in values.items():
+        name = str(name).replace("_", "-")
+        if isinstance(value, dict):
+            yield from _flags(value, f"{group}{name}.")
+        elif isinstance(value, bool):
+            yield f"--{group}{'' if value else 'no-'}{name}"
+        else:
+            yield from (f"--{group}{name}", str(value))
+
+
+def check(config: Config) -> None:
+    """Raises UserError for numbers that make no sense, whatever the machine."""
+    model = config.model
+    positive = {f"model.{name}": getattr(model, name) for name in MODEL_SIZES}
+    positive |= {name: getattr(config, name) for name in RUN_SIZES}
+    if config.micro_batch is not None:
+        positive["micro_batch"] = config.micro_batch
+    for name, value in positive.items():
+        if value < 1:
+            raise UserError(f"{name} is {value}: it must be positive")
+    if not 0 < config.data.held_out < 1:
+        raise UserError(f"data.held_out is {config.data.held_out}: it must be between 0 and 1")
+    if model.width % model.heads or model.head_dim % 2:
+        size = f"model.width {model.width} over model.heads {model.heads}"
+        raise UserError(f"{size}: the size of a head must be a whole, even number")
+    if model.heads % model.key_heads:
+        raise UserError(f"model.kv_heads {model.kv_heads} does not divide heads {model.heads}")
 
 
 def resolve(config: Config) -> Config:

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from tokenizers import Tokenizer
 
-from examples.llama.config import DataConfig, UserError
+from examples.llama.config import UserError
 
 MANIFEST = "manifest.json"
 
@@ -54,7 +54,9 @@ def open_corpus(folder: Path) -> Corpus:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {MANIFEST}: prepare.py did not finish; run it again") from None
+        raise UserError(
+            f"{folder} has no {MANIFEST}: prepare.py did not finish; run it again"
+        ) from None
     except json.JSONDecodeError:
         raise UserError(f"{folder / MANIFEST} is not JSON: run prepare.py again") from None
     parts = [*manifest["train"], *manifest["held_out"], manifest["tokenizer"]]
@@ -63,7 +65,9 @@ def open_corpus(folder: Path) -> Corpus:
         if not path.exists():
             raise UserError(f"{path} is missing: run prepare.py again")
         if checksum(path) != part["sha256"]:
-            raise UserError(f"{path} is not the file of its manifest (sha256): run prepare.py again")
+            raise UserError(
+                f"{path} is not the file of its manifest (sha256): run prepare.py again"
+            )
     return Corpus(folder, manifest)
 
 
@@ -116,12 +120,17 @@ def rows(corpus: Corpus, split: str, context: int, packing: str) -> Contexts | D
     shards = corpus.shards(split)
     tokens = sum(len(shard) for shard in shards)
     if tokens <= context:
-        where = f"{corpus.folder}: the {split.replace('_', '-')} text has {tokens} tokens"
-        raise UserError(f"{where}, less than one context of {context}")
+        side = split.replace("_", "-")
+        raise UserError(
+            f"{corpus.manifest['source']} is too short: {tokens} tokens of {side} text are less "
+            f"than one context of {context}"
+        )
     return {"concat": Contexts, "pad": Documents}[packing](shards, context, corpus.end)
 
 
-def train_batches(source, batch: int, seed: int, shard: tuple[int, int] = (0, 1)) -> grain.DatasetIterator:
+def train_batches(
+    source, batch: int, seed: int, shard: tuple[int, int] = (0, 1)
+) -> grain.DatasetIterator:
     """Batches without end, every epoch shuffled anew, prefetched by threads.
 
     Args:
@@ -140,8 +149,10 @@ def train_batches(source, batch: int, seed: int, shard: tuple[int, int] = (0, 1)
     return iter(dataset.to_iter_dataset(options))
 
 
-def eval_batches(source, batch: int, limit: int, shard: tuple[int, int] = (0, 1)) -> Iterator[np.ndarray]:
-    """The first `limit` rows in order, once; the last batch is filled with rows that do not count."""
+def eval_batches(
+    source, batch: int, limit: int, shard: tuple[int, int] = (0, 1)
+) -> Iterator[np.ndarray]:
+    """The first `limit` rows in order; the last batch is filled with rows that do not count."""
     process, processes = shard
     count = min(limit, len(source))
     filler = np.full(source.context + 1, source.end, np.int32)

@@ -17,7 +17,7 @@ PACKAGES = ("jax", "numpy", "scipy", "flax", "optax")
 
 
 def python_documentation() -> dict[str, str]:
-    """Returns `{document name: prose}`, one document a module or topic, without repeated paragraphs."""
+    """Prose by document name: one document a module or topic, no paragraph twice."""
     seen: set[str] = set()
     documents = {}
     for name, strings in _sources():
@@ -44,7 +44,10 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
     topics = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.walk(ast.parse(topics.read_text("utf-8"))):
         if isinstance(node, ast.Dict):
-            yield from ((f"topics.{k.value}", [v.value]) for k, v in zip(node.keys, node.values))
+            yield from (
+                (f"topics.{k.value}", [v.value])
+                for k, v in zip(node.keys, node.values, strict=True)
+            )
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec and spec.origin:

@@ -44,7 +44,7 @@ class Parts:
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, param_dtype, dtype):
         self.config = config
         self.init = nnx.initializers.normal(config.init_std)
-        self.common = dict(rngs=rngs, param_dtype=param_dtype, dtype=dtype)
+        self.common = {"rngs": rngs, "param_dtype": param_dtype, "dtype": dtype}
 
     def linear(self, fan_in: int, fan_out: int) -> nnx.Linear:
         return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=self.init, **self.common)
@@ -78,7 +78,9 @@ class Attention(nnx.Module):
             )
         else:
             put = jax.lax.dynamic_update_slice_in_dim
-            cache = Cache(put(cache.key, k, positions_T[0], 1), put(cache.value, v, positions_T[0], 1))
+            cache = Cache(
+                put(cache.key, k, positions_T[0], 1), put(cache.value, v, positions_T[0], 1)
+            )
             seen = jnp.arange(cache.key.shape[1]) <= positions_T[:, None]
             y = jax.nn.dot_product_attention(q, *cache, mask=seen[None, None])
         return self.out(y.reshape(*y.shape[:2], -1)), cache
@@ -155,7 +157,7 @@ class Llama(nnx.Module):
         self.lm_head = parts.linear(config.width, config.vocab_size)
 
     def __call__(self, tokens_BxT: Array, start: int | Array = 0, cache: Cache | None = None):
-        """Hidden states (B, T, D) of tokens at positions start, start + 1, ..., and the new cache."""
+        """Hidden states (B, T, D) of tokens at positions start, start + 1, ...; the new cache."""
         positions = start + jnp.arange(tokens_BxT.shape[1])
         x = self.embed(tokens_BxT)
         if self.activations is not None and cache is None:
@@ -174,6 +176,7 @@ class Llama(nnx.Module):
             return jax.lax.scan(lambda x, y: apply(x, ((graph, y[0]), y[1])), x, (states, cache))
         caches = []
         for i, layer in enumerate(self.layers):
-            x, new = apply(x, (nnx.split(layer), jax.tree.map(lambda c: c[i], cache)))
-            caches.append(new)
+            own = None if cache is None else Cache(cache.key[i], cache.value[i])
+            x, own = apply(x, (nnx.split(layer), own))
+            caches.append(own)
         return x, jax.tree.map(lambda *c: jnp.stack(c), *caches)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -38,7 +39,7 @@ def _plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable
     def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
         def label(params):
             mask = optax_nora.matrix_mask(params, weight_dimension_numbers)
-            return optax.tree.map(lambda matrix: "matrix" if matrix else "other", mask)
+            return jax.tree.map(lambda matrix: "matrix" if matrix else "other", mask)
 
         rules = {
             "matrix": matrix_rule(learning_rate, weight_decay),
@@ -100,7 +101,7 @@ def dimension_numbers(config: Config):
 
 
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
-    """The whole chain: clipping, the optimizer, float32 copies where the precision asks for them."""
+    """Clipping, the optimizer, float32 copies where the precision asks for them."""
     chosen = recipe(config)
     rows = {"row_scale": config.row_scale, "base_fan_in": config.base_fan_in}
     options: dict[str, Any] = {name: x for name, x in rows.items() if x is not None}

@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -24,9 +24,7 @@ def draw_run(run: Path, out: Path) -> None:
     metrics = read_metrics(run)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(*series(metrics, "step", "loss"), color="tab:blue", alpha=0.35, label="training")
-    axes.plot(
-        *series(metrics, "step", "held_out_loss"), "o-", color="tab:blue", label="held out"
-    )
+    axes.plot(*series(metrics, "step", "held_out_loss"), "o-", color="tab:blue", label="held out")
     if entropy := next((m["unigram_entropy"] for m in metrics if "unigram_entropy" in m), None):
         axes.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=run.name)

@@ -121,14 +121,18 @@ def write_corpus(
     partial.mkdir(parents=True)
     try:
         tokenizer.save(str(partial / "tokenizer.json"))
-        writers = {name: _Writer(partial, name, tokenizer.get_vocab_size()) for name in ("train", "held_out")}
+        writers = {
+            name: _Writer(partial, name, tokenizer.get_vocab_size())
+            for name in ("train", "held_out")
+        }
         stream = iter(documents())
         while batch := list(islice(stream, 1_000)):
             encodings = tokenizer.encode_batch([text for _, text in batch])
             for (name, text), encoding in zip(batch, encodings, strict=True):
                 split = "held_out" if _rank(name) <= held_out else "train"
-                writers[split].add(encoding.ids + [end], len(text.encode()))
+                writers[split].add([*encoding.ids, end], len(text.encode()))
         manifest = {
+            "source": str(config.path or "the documentation of Python and its packages"),
             "end": end,
             "vocab_size": tokenizer.get_vocab_size(),
             "tokenizer": {"file": "tokenizer.json", "sha256": checksum(partial / "tokenizer.json")},

@@ -42,7 +42,11 @@ class Report:
         self.file.close()
 
     def write(self, step: int, **values) -> None:
-        line = {"step": step, "tokens": step * self.tokens_a_step, "seconds": round(self.seconds, 2)}
+        line = {
+            "step": step,
+            "tokens": step * self.tokens_a_step,
+            "seconds": round(self.seconds, 2),
+        }
         self.file.write(json.dumps(line | values) + "\n")
         self.file.flush()
 

@@ -81,7 +81,7 @@ def _uneven(leaf: str, shape: tuple[int, ...], axis: str, mesh: Mesh) -> str:
 
 
 def like_params(tree, shardings, mesh: Mesh):
-    """Shardings of an optimizer state: a leaf whose path ends like a parameter's lives where it does."""
+    """Shardings of an optimizer state: a leaf whose path ends as a parameter's lives with it."""
     place = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
 
     def find(path, leaf) -> NamedSharding:

@@ -101,14 +101,18 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         total, grads = gradients(state.params, tokens)
         count = jnp.sum(data.weights(tokens, end))
         grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
-        squares = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        squares = jnp.stack(
+            [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+        )
         values = jnp.append(squares, total)
         bad = jnp.where(jnp.isfinite(values).all(), -1, jnp.argmin(jnp.isfinite(values)))
         bad = jnp.where(state.bad >= 0, state.bad, bad).astype(jnp.int32)
 
         fraction = schedule(state.step, config)
         now = jax.tree.map(lambda rate: rate * fraction, rates)
-        updates, opt_state = make_optimizer(config, now).update(grads, state.opt_state, state.params)
+        updates, opt_state = make_optimizer(config, now).update(
+            grads, state.opt_state, state.params
+        )
         new = State(optax.apply_updates(state.params, updates), opt_state, state.step + 1, bad)
         kept = jax.tree.map(lambda n, old: jnp.where(bad < 0, n, old), new, state)
         metrics = {"loss": total / count, "grad_norm": jnp.sqrt(squares.sum())}

@@ -1,12 +1,10 @@
 """Trains a LLaMA: `python -m examples.llama.train --help`."""
 
-import json
 import signal
 import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +114,9 @@ class Trainer:
         """What is about to be trained, on what."""
         config, manifest = self.config, self.corpus.manifest
         for split in ("train", "held_out"):
-            total = {k: sum(s[k] for s in manifest[split]) for k in ("bytes", "documents", "tokens")}
+            total = {
+                k: sum(s[k] for s in manifest[split]) for k in ("bytes", "documents", "tokens")
+            }
             counts = ", ".join(f"{n:,} {name}" for name, n in total.items())
             console.print(f"{split.replace('_', '-')} text: {counts}")
         numbers = optimizers.dimension_numbers(config)
