@@ -11,12 +11,14 @@ from optax_nora._rules import VECTOR_NAMES, Default, Listed, Rule
 
 
 def _axis_names(node: Any) -> tuple[Any, ...] | None:
-    # Linen boxes hold `names`; NNX Variables `out_sharding`, which was `sharding` before.
-    for attribute in ("names", "out_sharding", "sharding_names", "sharding"):
-        names = getattr(node, attribute, None)
-        if isinstance(names, tuple | PartitionSpec):
-            return tuple(names)
-    return None
+    # Linen boxes hold `names`; NNX Variables have metadata, whose key was `sharding_names` before.
+    # Their attributes of these names would warn, or give the sharding of the array.
+    if hasattr(node, "get_metadata"):
+        metadata = node.get_metadata()
+        names = metadata.get("out_sharding", metadata.get("sharding_names"))
+    else:
+        names = getattr(node, "names", None)
+    return tuple(names) if isinstance(names, tuple | PartitionSpec) else None
 
 
 def from_logical_axes(
