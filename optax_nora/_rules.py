@@ -21,6 +21,9 @@ from optax_nora._leaves import Leaf, PyTree, path_segments
 VECTOR_NAMES = frozenset({"bias", "b", "scale", "gamma", "beta", "offset"})
 # Own names of matrices: with three axes or more nobody can tell which of them are a row.
 MATRIX_NAMES = frozenset({"kernel", "weight", "w"})
+# Path segments of attention layers: their kernels have three axes.
+ATTENTION_IN = frozenset({"query", "key", "value", "q", "k", "v", "q_proj", "k_proj", "v_proj"})
+ATTENTION_OUT = frozenset({"out", "o", "o_proj", "out_proj"})
 # What names an embedding or an output head, as whole words of a path segment.
 EMBEDDING_WORDS = (
     *("embed", "embeds", "embedder", "embedding", "embeddings", "unembed", "unembedding"),
@@ -78,18 +81,21 @@ class Default(Rule):
             return MuonDimensionNumbers(0, 1)
         if leaf.name not in MATRIX_NAMES:
             return None
-        axes = tuple(range(leaf.ndim))
-        if leaf.ndim == 3 and {"out", "o", "o_proj", "output"} & set(leaf.path):
-            raise AmbiguousAxesError(
-                leaf, MuonDimensionNumbers((0, 1), 2), "(heads, head_dim, embed)"
-            )
-        if leaf.ndim == 3:
-            raise AmbiguousAxesError(
-                leaf, MuonDimensionNumbers(0, (1, 2)), "(embed, heads, head_dim)"
-            )
-        raise AmbiguousAxesError(
-            leaf, MuonDimensionNumbers(axes[:-1], axes[-1]), "convolution (..., in, out)"
-        )
+        raise AmbiguousAxesError(leaf, *_guess(leaf))
+
+
+def _guess(leaf: Leaf) -> tuple[MuonDimensionNumbers, str]:
+    """What an ambiguous leaf most likely is, for the error to propose."""
+    axes, names = tuple(range(leaf.ndim)), set(leaf.path)
+    *layers, first, second, third = axes
+    stack = "layers, " * len(layers)
+    if len(layers) < 2 and names & ATTENTION_OUT:
+        return MuonDimensionNumbers((first, second), third), f"({stack}heads, head_dim, embed)"
+    if len(layers) < 2 and names & ATTENTION_IN:
+        return MuonDimensionNumbers(first, (second, third)), f"({stack}embed, heads, head_dim)"
+    if not layers:
+        return MuonDimensionNumbers(1, 2), "(layers, in, out) or (experts, in, out)"
+    return MuonDimensionNumbers(axes[:-1], third), "convolution (..., in, out)"
 
 
 @dataclasses.dataclass(frozen=True)
