@@ -165,13 +165,12 @@ PRESETS: dict[str, Config] = {
         model=ModelConfig(
             vocab_size=2048, context=128, layers=4, width=128, heads=4, mlp_width=344
         ),
-        learning_rate=0.005,
         adam_learning_rate=0.01,
-        steps=680,
+        steps=600,
         batch=16,
-        warmup=68,
+        warmup=60,
         eval_every=100,
-        save_every=340,
+        save_every=300,
         geometry_every=50,
     ),
     "60m": Config(preset="60m"),

@@ -63,11 +63,11 @@ def _sgd(learning_rate, weight_decay):
 
 
 RECIPES = {
-    "nora": Recipe(optax_nora.nora, 0.01, weight_decay=0.0),
-    "rmnp": Recipe(optax_nora.baselines.rmnp, 0.01),
-    "mano": Recipe(optax_nora.baselines.mano, 0.01),
-    "muon": Recipe(optax_nora.baselines.muon, 0.02),
-    "adamw": Recipe(_plain(_adamw), 3e-3),
+    "nora": Recipe(optax_nora.nora, 0.005, weight_decay=0.0),
+    "rmnp": Recipe(optax_nora.baselines.rmnp, 0.005),
+    "mano": Recipe(optax_nora.baselines.mano, 0.005),
+    "muon": Recipe(optax_nora.baselines.muon, 0.01),
+    "adamw": Recipe(_plain(_adamw), 0.002),
     "sgd": Recipe(_plain(_sgd), 0.3),
 }
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.llama.evaluate import HeldOut
+from optax_nora import RowGeometry
 
 console = Console(highlight=False)
 
@@ -65,6 +66,14 @@ class Report:
         self.write(step, **values, **more)
         text = f"{result.loss:.4f} nats a token, perplexity {result.perplexity:,.1f}"
         console.print(f"step {step:>6,}: held-out loss {text}")
+
+    def rows(self, step: int, geometry: dict[str, RowGeometry]) -> None:
+        """What the rows of every matrix do, at the beginning of a step."""
+        values = {
+            path: {name: x.item() for name, x in measured._asdict().items() if x is not None}
+            for path, measured in geometry.items()
+        }
+        self.write(step, rows=values)
 
     @contextmanager
     def aside(self):

@@ -15,7 +15,8 @@ from examples.llama import data, sharding
 from examples.llama.config import Config, UserError
 from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
-from examples.llama.optimizers import Rates, make_optimizer, schedule
+from examples.llama.optimizers import Rates, dimension_numbers, make_optimizer, schedule
+from optax_nora import RowGeometry, row_geometry
 
 
 class State(NamedTuple):
@@ -35,6 +36,7 @@ class Program(NamedTuple):
     shardings: State
     init: Callable[[Array], State]
     train: Callable[[State, Array, Rates], tuple[State, dict[str, Array]]]
+    geometry: Callable[[State, Array, Rates], dict[str, RowGeometry]]
     evaluate: Callable[[Any, Array], tuple[Array, Array]]
 
 
@@ -73,23 +75,25 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         opt_state = make_optimizer(config, Rates(0.0, 0.0)).init(params)
         return State(params, opt_state, jnp.int32(0), jnp.int32(-1))
 
-    def loss(params, tokens: Array) -> Array:
-        """Sum over the targets that count."""
+    def loss(params, tokens: Array, scale: float | Array) -> Array:
+        """`scale` times the sum over the targets that count."""
         model = nnx.merge(graph, params)
         hidden, _ = model(tokens[:, :-1])
-        counts = data.weights(tokens, end).astype(jnp.float32)
+        weights = scale * data.weights(tokens, end).astype(jnp.float32)
         head = jax.lax.with_sharding_constraint(
             model.lm_head.kernel[...], NamedSharding(mesh, P(None, "tensor"))
         )
-        return cross_entropy(hidden, head, tokens[:, 1:], counts, chunk)
+        return cross_entropy(hidden, head, tokens[:, 1:], weights, chunk)
 
-    def gradients(params, tokens: Array):
+    def mean_loss(params, tokens: Array):
+        """The mean over the targets that count, and its gradient."""
+        scale = 1 / jnp.sum(data.weights(tokens, end))
         if micro_batches == 1:
-            return jax.value_and_grad(loss)(params, tokens)
+            return jax.value_and_grad(loss)(params, tokens, scale)
 
         def add(total, part):
             part = jax.lax.with_sharding_constraint(part, batch_spec)
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, part)), None
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, part, scale)), None
 
         # Rows of a device stay on it: (devices * micro_batches * micro, T) -> one part a turn.
         parts = tokens.reshape(-1, micro_batches, tokens.shape[1]).swapaxes(0, 1)
@@ -97,30 +101,32 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         (total, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
         return total, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    def train(state: State, tokens: Array, rates: Rates) -> tuple[State, dict[str, Array]]:
-        total, grads = gradients(state.params, tokens)
-        count = jnp.sum(data.weights(tokens, end))
-        grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
-        squares = jnp.stack(
-            [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-        )
-        values = jnp.append(squares, total)
-        bad = jnp.where(jnp.isfinite(values).all(), -1, jnp.argmin(jnp.isfinite(values)))
-        bad = jnp.where(state.bad >= 0, state.bad, bad).astype(jnp.int32)
+    def update(state: State, grads, rates: Rates):
+        now = jax.tree.map(lambda rate: rate * schedule(state.step, config), rates)
+        optimizer = make_optimizer(config, now)
+        return *optimizer.update(grads, state.opt_state, state.params), now
 
-        fraction = schedule(state.step, config)
-        now = jax.tree.map(lambda rate: rate * fraction, rates)
-        updates, opt_state = make_optimizer(config, now).update(
-            grads, state.opt_state, state.params
-        )
+    def train(state: State, tokens: Array, rates: Rates) -> tuple[State, dict[str, Array]]:
+        value, grads = mean_loss(state.params, tokens)
+        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+        finite = jnp.isfinite(jnp.stack([*squares, value]))
+        bad = jnp.where(finite.all(), -1, jnp.argmin(finite))
+        bad = jnp.where(state.bad >= 0, state.bad, bad).astype(jnp.int32)
+        updates, opt_state, now = update(state, grads, rates)
         new = State(optax.apply_updates(state.params, updates), opt_state, state.step + 1, bad)
-        kept = jax.tree.map(lambda n, old: jnp.where(bad < 0, n, old), new, state)
-        metrics = {"loss": total / count, "grad_norm": jnp.sqrt(squares.sum())}
+        kept = jax.tree.map(lambda new, old: jnp.where(bad < 0, new, old), new, state)
+        metrics = {"loss": value, "grad_norm": jnp.sqrt(sum(squares)), "bad": bad}
         metrics |= {"learning_rate": now.matrix, "adam_learning_rate": now.other}
-        return kept._replace(bad=bad), metrics | {"bad": bad}
+        return kept._replace(bad=bad), metrics
+
+    def geometry(state: State, tokens: Array, rates: Rates) -> dict[str, RowGeometry]:
+        _, grads = mean_loss(state.params, tokens)
+        updates, *_ = update(state, grads, rates)
+        numbers = dimension_numbers(config)
+        return row_geometry(state.params, grads, updates, weight_dimension_numbers=numbers)
 
     def evaluate(params, tokens: Array) -> tuple[Array, Array]:
-        return loss(params, tokens), jnp.sum(data.weights(tokens, end))
+        return loss(params, tokens, 1.0), jnp.sum(data.weights(tokens, end))
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_model(jax.random.key(0))))
@@ -134,6 +140,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         shardings,
         jax.jit(init, out_shardings=shardings),
         jax.jit(train, donate_argnums=0, out_shardings=(shardings, everywhere)),
+        jax.jit(geometry, out_shardings=everywhere),
         jax.jit(evaluate, out_shardings=everywhere),
     )
 

@@ -18,7 +18,7 @@ from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
 from examples.llama.prepare import prepare
 from examples.llama.report import Report, console
 from examples.llama.sample import complete
-from examples.llama.step import make_program
+from examples.llama.step import accumulation, make_program
 
 
 class Trainer:
@@ -65,6 +65,9 @@ class Trainer:
         waiting = None
         while self.step < config.steps and not terminated:
             tokens = sharding.put_batch(next(self.batches), self.mesh)
+            if config.geometry_every and self.step % config.geometry_every == 0:
+                with report.aside():
+                    report.rows(self.step, self.program.geometry(self.state, tokens, self.rates))
             self.state, metrics = self.program.train(self.state, tokens, self.rates)
             self.step += 1
             self.places.append((self.step, self.batches.get_state()))
@@ -90,7 +93,8 @@ class Trainer:
         config = self.config
         limit = max(1, config.data.eval_tokens // config.model.context)
         step, params = self.program.evaluate, self.state.params
-        return evaluate(step, params, self.held_out, config.batch, limit, self.mesh, self.shard)
+        batch = config.batch // accumulation(config, self.mesh)
+        return evaluate(step, params, self.held_out, batch, limit, self.mesh, self.shard)
 
     def _log(self, waiting: tuple[int, dict], checkpoints: Checkpoints, report: Report) -> None:
         step, metrics = waiting
