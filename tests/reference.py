@@ -36,3 +36,14 @@ def steps(w, grads, *, lr, beta=0.95, ahead=None, weight_decay=0.0, scale=1.0):
         w = w - lr * (scale * d + weight_decay * w)
         weights.append(w)
     return np.stack(weights), mu
+
+
+def rows_last(x, reduction, output):
+    """The rows of an array along one last axis: (batch..., output, fan-in)."""
+    x = np.asarray(x)
+    batch = [axis for axis in range(x.ndim) if axis not in (*reduction, *output)]
+    x = np.transpose(x, (*batch, *output, *reduction))
+    shape = x.shape[: len(batch)]
+    fan_out = int(np.prod(x.shape[len(batch) : len(batch) + len(output)]))
+    fan_in = int(np.prod(x.shape[len(batch) + len(output) :]))
+    return x.reshape(*shape, fan_out, fan_in)

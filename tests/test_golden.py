@@ -174,6 +174,4 @@ def test_muon_from_the_same_momentum():
             # Theirs iterates in bfloat16: roundings of 2**-9, which the five iterations (3.44 x
             # near 0) blow up to the 5e-2 that we measure; a wrong scale would show as 0.15 or more.
             assert error <= 6e-2
-    assert all(
-        np.allclose(mu[x], golden[f"{x}/momentum"], rtol=0, atol=AVERAGE) for x in MATRICES
-    )
+    assert all(np.allclose(mu[x], golden[f"{x}/momentum"], rtol=0, atol=AVERAGE) for x in MATRICES)

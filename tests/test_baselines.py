@@ -1,0 +1,205 @@
+"""Nora's peers behind Nora's signature: each against its own mathematics or optax's own code."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from optax.contrib import MuonDimensionNumbers
+
+import optax_nora
+from optax_nora import baselines
+
+OPTIMIZERS = {
+    name: getattr(baselines, name) for name in vars(baselines) if not name.startswith("_")
+}
+every_baseline = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+PARAMS = {
+    "mlp": {"kernel": normal(8, 32), "bias": normal(32, seed=1)},
+    "embed": {"embedding": normal(16, 8, seed=2)},
+}
+GRADS = [jax.tree.map(lambda x, t=t: normal(*x.shape, seed=t + x.size), PARAMS) for t in range(4)]
+
+
+def run(tx, params=PARAMS, grads=GRADS):
+    """Parameters after each step."""
+    update, state, trajectory = jax.jit(tx.update), tx.init(params), []
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        trajectory.append(params)
+    return trajectory
+
+
+def kernels(trajectory):
+    return np.stack([params["mlp"]["kernel"] for params in trajectory])
+
+
+def test_the_peers_are_there():
+    assert {"rmnp", "mano", "muon"} <= set(OPTIMIZERS)
+
+
+@every_baseline
+def test_the_signature_is_noras(name):
+    assert inspect.signature(OPTIMIZERS[name]) == inspect.signature(optax_nora.nora)
+    assert OPTIMIZERS[name].__doc__
+
+
+@every_baseline
+def test_the_routing_is_noras(name):
+    # What goes to AdamW makes the very steps that it makes under Nora; the kernel does not.
+    settings = {"learning_rate": 0.1, "adam_learning_rate": 1e-2, "adam_weight_decay": 0.1}
+    ours, nora = (run(make(**settings)) for make in (OPTIMIZERS[name], optax_nora.nora))
+    for a, b in zip(ours, nora, strict=True):
+        np.testing.assert_allclose(a["mlp"]["bias"], b["mlp"]["bias"], rtol=1e-6)
+        np.testing.assert_allclose(a["embed"]["embedding"], b["embed"]["embedding"], rtol=1e-6)
+    assert np.abs(kernels(ours) - kernels(nora)).max() > 1e-3
+
+
+@every_baseline
+def test_dimension_numbers_turn_it(name):
+    def turned(tree):
+        return jax.tree.map(lambda x: x.T, tree)
+
+    rule = optax_nora.by_path({"kernel": MuonDimensionNumbers(1, 0)})
+    tx = OPTIMIZERS[name](0.1, weight_dimension_numbers=rule, weight_decay=0.1)
+    ours = run(tx, turned(PARAMS), turned(GRADS))
+    straight = run(OPTIMIZERS[name](0.1, weight_decay=0.1))
+    # The sums run in another order, which is all: 1e-6 of weights of a few units, over four steps.
+    np.testing.assert_allclose(kernels(ours).swapaxes(-1, -2), kernels(straight), rtol=0, atol=5e-6)
+
+
+@every_baseline
+def test_a_batch_of_matrices_is_a_loop(name):
+    rule = optax_nora.stacked(MuonDimensionNumbers(0, 1))
+    stack = {"kernel": normal(3, 6, 10)}
+    grads = [{"kernel": normal(3, 6, 10, seed=t)} for t in range(1, 5)]
+    whole = run(OPTIMIZERS[name](0.1, weight_dimension_numbers=rule), stack, grads)
+    for i in range(3):
+        one = run(
+            OPTIMIZERS[name](0.1),
+            {"kernel": stack["kernel"][i]},
+            [{"kernel": g["kernel"][i]} for g in grads],
+        )
+        for a, b in zip(whole, one, strict=True):
+            np.testing.assert_allclose(a["kernel"][i], b["kernel"], rtol=0, atol=5e-6)
+
+
+@every_baseline
+def test_weight_decay_and_row_scale_come_after_the_direction(name):
+    g = GRADS[:1]
+    w0 = PARAMS["mlp"]["kernel"]
+    make = OPTIMIZERS[name]
+    plain = kernels(run(make(0.1, row_scale="unit"), grads=g))[0] - w0
+    decayed = kernels(run(make(0.1, row_scale="unit", weight_decay=0.5), grads=g))[0] - w0
+    np.testing.assert_allclose(decayed, plain - 0.1 * 0.5 * w0, rtol=0, atol=1e-6)
+    ratio = kernels(run(make(0.1), grads=g))[0] - w0
+    np.testing.assert_allclose(ratio, 2 * plain, rtol=0, atol=1e-6)
+
+
+@every_baseline
+def test_the_state_keeps_its_types(name):
+    for params, grads in [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]:
+        w = {"kernel": jnp.ones((6, 4), params), "bias": jnp.ones(4, params)}
+        g = jax.tree.map(lambda x, d=grads: jnp.full_like(x, 0.1, d), w)
+        tx = OPTIMIZERS[name](0.1)
+        before = tx.init(w)
+        updates, after = jax.eval_shape(tx.update, g, before, w)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), after
+        )
+        assert all(u.dtype == params for u in jax.tree.leaves(updates))
+
+
+@every_baseline
+def test_zero_gradients_are_no_trouble(name):
+    params = {"kernel": jnp.asarray(normal(6, 4)), "bias": jnp.ones(4)}
+    for dtype in (jnp.float32, jnp.float16):
+        w = jax.tree.map(lambda x, d=dtype: x.astype(d), params)
+        (after,) = run(OPTIMIZERS[name](0.1), w, [jax.tree.map(jnp.zeros_like, w)])
+        jax.tree.map(np.testing.assert_array_equal, after, w)
+
+
+@every_baseline
+def test_errors_are_noras(name):
+    make = OPTIMIZERS[name]
+    with pytest.raises(ValueError, match="row_scale='fan' is unknown"):
+        make(0.1, row_scale="fan")
+    with pytest.raises(ValueError, match="weight_decay=-1 is out of range"):
+        make(0.1, weight_decay=-1)
+    with pytest.raises(ValueError, match="nothing says which axes are a row"):
+        make(0.1).init({"kernel": jnp.ones((2, 3, 4))})
+    tx = make(0.1)
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+# RMNP
+
+
+@pytest.mark.parametrize("momentum", [None, 1.0, 0.5])
+def test_rmnp_is_nora_without_projection(momentum):
+    ours = kernels(run(baselines.rmnp(0.1, momentum=momentum, weight_decay=0.1)))
+    w, mu = np.float64(PARAMS["mlp"]["kernel"]), 0.0
+    m = 0.95 if momentum is None else momentum
+    for t, g in enumerate(GRADS):
+        g = np.float64(g["mlp"]["kernel"])
+        mu = 0.95 * mu + 0.05 * g
+        d = reference.normalize((m * mu + (1 - m) * g).T).T
+        w = w - 0.1 * (2 * d + 0.1 * w)
+        np.testing.assert_allclose(ours[t], w, rtol=0, atol=2e-6)  # a few roundings of 3 a step
+
+
+# Mano
+
+
+def test_mano_alternates_its_sides():
+    ours = kernels(run(baselines.mano(0.1)))
+    w, mu = np.float64(PARAMS["mlp"]["kernel"]), 0.0
+    for t, g in enumerate(GRADS):
+        mu = 0.95 * mu + np.float64(g["mlp"]["kernel"])
+        # Counted from 1, odd steps run along the output axis: the last of a kernel.
+        d = reference.direction(mu, w) if t % 2 == 0 else reference.direction(mu.T, w.T).T
+        w = w - 0.1 * 2 * d
+        np.testing.assert_allclose(ours[t], w, rtol=0, atol=2e-6)  # a few roundings of 3 a step
+
+
+def test_mano_has_no_look_ahead():
+    run(baselines.mano(0.1, momentum=1.0), grads=GRADS[:1])
+    with pytest.raises(ValueError, match=r"momentum=0.95.*Mano has no look-ahead"):
+        baselines.mano(0.1, momentum=0.95)
+
+
+# Muon
+
+
+@pytest.mark.parametrize("momentum", [None, 1.0])
+def test_muon_is_optaxs(momentum):
+    kernel, grads = PARAMS["mlp"]["kernel"], [g["mlp"]["kernel"] for g in GRADS]
+    ours = run(
+        baselines.muon(0.1, momentum=momentum, weight_decay=0.1, eps=1e-8),
+        {"kernel": kernel},
+        [{"kernel": g} for g in grads],
+    )
+    # optax's own scale for a kernel of 8 inputs and 32 outputs is the fan ratio, 2.
+    theirs = run(
+        optax.contrib.muon(0.1, weight_decay=0.1, nesterov=momentum is None, eps=1e-8),
+        {"kernel": kernel},
+        [{"kernel": g} for g in grads],
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a["kernel"], b["kernel"], rtol=0, atol=2e-6)
+
+
+def test_muon_looks_ahead_or_not():
+    with pytest.raises(ValueError, match=r"momentum=0.5.*with beta \(momentum=None\) or not at"):
+        baselines.muon(0.1, momentum=0.5)
