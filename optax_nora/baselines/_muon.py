@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -47,7 +48,12 @@ def muon(
     )
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        updates, new = inner.update(updates, state, params)
+        step = inner.update
+        if jax.sharding.get_abstract_mesh().explicit_axes:
+            # Such a mesh refuses the matrix products: in here jax chooses the shardings itself.
+            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
+            step = jax.sharding.auto_axes(step, out_sharding=specs)
+        updates, new = step(updates, state)
         # optax lets the dtype of the gradients into the state; `lax.scan` would refuse it.
         return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
 
