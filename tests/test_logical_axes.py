@@ -1,4 +1,4 @@
-"""Axis names of boxed parameters; Flax's own boxes are in tests/integration/test_flax_routing.py."""
+"""Axis names of boxed parameters; Flax's own are in tests/integration/test_flax_routing.py."""
 
 import jax.numpy as jnp
 import pytest
