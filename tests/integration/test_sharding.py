@@ -119,9 +119,12 @@ def on_one_device():
 def test_every_axis_and_pair_of_axes(mesh):
     tx = nora(weight_decay=0.1)
     before, *grads = (jax.device_put(random_tree(seed), shardings(mesh)) for seed in range(4))
-    state = tx.init(before)
-    assert_state_follows(before, state)
-    params, state = run(jax.jit(step_of(tx)), before, state, grads)
+    with jax.set_mesh(mesh):
+        state = tx.init(before)
+        assert_state_follows(before, state)
+        # One program for all steps: nothing about the state changes.
+        step = jax.jit(chex.assert_max_traces(step_of(tx), n=1))
+        params, state = run(step, before, state, grads)
     assert_state_follows(before, state)
     assert_state_follows(params, state)
     # Another order of additions, or other vector instructions for the smaller blocks.
@@ -168,15 +171,14 @@ class TestInit:
         with jax.set_mesh(mesh):
             assert_state_follows(params, jax.jit(nora().init)(params))
 
-    def test_under_set_mesh(self, mesh):
+    def test_without_a_mesh_in_context(self, mesh):
         names = [f"{kind} {P('x', 'y')}" for kind in NUMBERS] + [f"bias {P('y')}"]
         where = shardings(mesh, names)
+        before, *grads = (jax.device_put(random_tree(seed, names), where) for seed in range(3))
         tx = nora()
-        with jax.set_mesh(mesh):
-            before, *grads = (jax.device_put(random_tree(seed, names), where) for seed in range(3))
-            state = tx.init(before)
-            assert_state_follows(before, state)
-            params, state = run(jax.jit(step_of(tx)), before, state, grads)
+        state = tx.init(before)
+        assert_state_follows(before, state)
+        params, state = run(jax.jit(step_of(tx)), before, state, grads)
         assert_state_follows(params, state)
         assert_state_follows(before, state)
 
