@@ -1,41 +1,96 @@
-"""Checkpoints: parameters, optimizer state, place in the data, and the configuration of the run."""
+"""Checkpoints: parameters, optimizer state, place in the data, and the settings of the run."""
 
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from examples.llama.cli import differences
 from examples.llama.config import UserError
 
 
 class Checkpoints:
-    """Asynchronous, atomic checkpoints of a run, the last `keep` of them kept."""
+    """Asynchronous, atomic checkpoints of a run, the last `keep` of them kept.
 
-    def __init__(self, folder: Path, keep: int):
+    Args:
+        folder: where they are.
+        keep: how many.
+        settings: of the run, as JSON; a checkpoint of other settings is not resumed from.
+    """
+
+    def __init__(self, folder: Path, keep: int, settings: dict):
+        self.folder, self.settings = folder, settings
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self.folder = folder
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.manager.close()  # waits for what is being written
+        self.wait()
+        self.manager.close()
 
-    def save(self, step: int, state: Any, data: dict, config: dict) -> None:
-        """Starts to write; returns before it is done."""
-        args = ocp.args.Composite(
+    def save(self, step: int, state: Any, place: dict) -> None:
+        """Starts to write, and returns before it is done; what is there already is left alone.
+
+        Args:
+            step: steps done.
+            state: any tree of arrays.
+            place: in the data, as JSON.
+        """
+        if step in self.manager.all_steps():
+            return
+        items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            data=ocp.args.JsonSave(data),
-            config=ocp.args.JsonSave(config),
+            place=ocp.args.JsonSave(place),
+            settings=ocp.args.JsonSave(self.settings),
         )
-        self.manager.save(step, args=args)
+        self.wait()
+        self.manager.save(step, args=items)
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+            UserError: it could not be written; the checkpoints before it are whole.
+        """
+        try:
+            self.manager.wait_until_finished()
+            self.manager.check_for_errors()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"a checkpoint cannot be written to {self.folder}: {_line(error)}; the last good "
+                f"one is step {self.manager.latest_step()}"
+            ) from None
+
+    def any(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self.manager.latest_step() is not None
 
     def restore(self, like: Any) -> tuple[Any, dict]:
-        """The last checkpoint, as `like` (shapes, dtypes, shardings), and the place in the data."""
+        """The state and the place in the data of the last checkpoint.
+
+        Args:
+            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted, any mesh's.
+
+        Raises:
+            UserError: it is broken, or of another run.
+        """
         step = self.manager.latest_step()
-        if step is None:
-            raise UserError(f"{self.folder} holds no checkpoint to resume from")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore())
-        restored = self.manager.restore(step, args=args)
-        return restored["state"], restored["data"]
+        where = f"checkpoint {self.folder / str(step)}"
+        before = self._read(where, step, settings=ocp.args.JsonRestore())["settings"]
+        if changed := list(differences(self.settings, before)):
+            raise UserError(f"{where} is of another run: {'; '.join(changed)}")
+        items = {"state": ocp.args.StandardRestore(like), "place": ocp.args.JsonRestore()}
+        restored = self._read(where, step, **items)
+        return restored["state"], restored["place"]
+
+    def _read(self, where: str, step: int, **items) -> Any:
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax and tensorstore raise many kinds for a broken file
+            raise UserError(f"{where} cannot be read: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,16 +1,8 @@
-"""What a run is: frozen dataclasses that make the command line, the file and the record kept."""
+"""What a run is: frozen dataclasses, whose fields are the flags of the command line."""
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import jax
-import tyro
-import yaml
+from typing import Literal
 
 
 class UserError(Exception):
@@ -83,6 +75,18 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class HostsConfig:
+    """Several processes that train one model."""
+
+    coordinator: str | None = None
+    """host:port of the first process; auto where jax finds it (TPU pods, SLURM). None: alone."""
+    count: int | None = None
+    """Number of processes, where jax does not find it."""
+    index: int | None = None
+    """Number of this process, from 0."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Train a LLaMA with Nora, or with one of its peers."""
 
@@ -100,6 +104,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
 
     optimizer: str = "nora"
     """nora, adamw, sgd, muon, rmnp, mano, sso, adamp or sgdp."""
@@ -157,9 +162,6 @@ class Config:
     """Beginning of the sample that is generated at the end."""
 
 
-MODEL_SIZES = ("vocab_size", "context", "layers", "width", "heads", "key_heads", "mlp_width")
-RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_every", "keep")
-
 PRESETS: dict[str, Config] = {
     "tiny": Config(
         model=ModelConfig(
@@ -195,80 +197,3 @@ PRESETS: dict[str, Config] = {
         remat="dots",
     ),
 }
-
-
-def parse(arguments: list[str]) -> Config:
-    """The command line over a file (`--config FILE`) over a preset (`--preset NAME`)."""
-    if file := _value(arguments, "--config"):
-        arguments = _from_file(Path(file)) + arguments
-    preset = _value(arguments, "--preset") or "tiny"
-    if preset not in PRESETS:
-        raise UserError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
-    config = tyro.cli(Config, args=arguments, default=PRESETS[preset])
-    check(config)
-    return resolve(config)
-
-
-def _value(arguments: list[str], flag: str) -> str | None:
-    """What follows the last `flag`, or what is joined to it by "="."""
-    values = [b for a, b in itertools.pairwise(arguments) if a == flag]
-    values += [a.removeprefix(flag + "=") for a in arguments if a.startswith(flag + "=")]
-    return values[-1] if values else None
-
-
-def _from_file(path: Path) -> list[str]:
-    """The fields of a file as flags: their types and their errors are those of the command line."""
-    try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"config {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"config {path} is not a table of fields")
-    return list(_flags(values, ""))
-
-
-def _flags(values: dict, group: str) -> Iterator[str]:
-    for name, value in values.items():
-        name = str(name).replace("_", "-")
-        if isinstance(value, dict):
-            yield from _flags(value, f"{group}{name}.")
-        elif isinstance(value, bool):
-            yield f"--{group}{'' if value else 'no-'}{name}"
-        else:
-            yield from (f"--{group}{name}", str(value))
-
-
-def check(config: Config) -> None:
-    """Raises UserError for numbers that make no sense, whatever the machine."""
-    model = config.model
-    positive = {f"model.{name}": getattr(model, name) for name in MODEL_SIZES}
-    positive |= {name: getattr(config, name) for name in RUN_SIZES}
-    if config.micro_batch is not None:
-        positive["micro_batch"] = config.micro_batch
-    for name, value in positive.items():
-        if value < 1:
-            raise UserError(f"{name} is {value}: it must be positive")
-    if not 0 < config.data.held_out < 1:
-        raise UserError(f"data.held_out is {config.data.held_out}: it must be between 0 and 1")
-    if model.width % model.heads or model.head_dim % 2:
-        size = f"model.width {model.width} over model.heads {model.heads}"
-        raise UserError(f"{size}: the size of a head must be a whole, even number")
-    if model.heads % model.key_heads:
-        raise UserError(f"model.kv_heads {model.kv_heads} does not divide heads {model.heads}")
-
-
-def resolve(config: Config) -> Config:
-    """The precision that suits this machine, where it was left open."""
-    if config.precision != "auto":
-        return config
-    cpu = jax.default_backend() == "cpu"
-    return dataclasses.replace(config, precision="float32" if cpu else "mixed")
-
-
-def save(config: Config, path: Path) -> None:
-    path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
-
-
-def to_dict(config: Any) -> dict:
-    """Plain values that JSON can hold."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))

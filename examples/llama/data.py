@@ -35,9 +35,21 @@ class Corpus:
     def vocab_size(self) -> int:
         return self.manifest["vocab_size"]
 
+    @property
+    def splits(self) -> dict[str, list[dict]]:
+        """Files, counts and checksums of the training and the held-out text."""
+        return {name: self.manifest[name] for name in ("train", "held_out")}
+
+    @property
+    def identity(self) -> str:
+        """A checksum of all of it."""
+        return hashlib.sha256(
+            json.dumps([self.splits, self.manifest["tokenizer"]]).encode()
+        ).hexdigest()
+
     def shards(self, split: str) -> list[np.ndarray]:
         """The tokens of a split, mapped from disk."""
-        names = [shard["file"] for shard in self.manifest[split]]
+        names = [shard["file"] for shard in self.splits[split]]
         return [np.load(self.folder / name, mmap_mode="r") for name in names]
 
     def tokenizer(self) -> Tokenizer:

@@ -139,7 +139,8 @@ def write_corpus(
             **{name: writer.close() for name, writer in writers.items()},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        os.replace(partial, folder)
+        if not folder.exists():  # another run may have been faster
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,10 +1,12 @@
 """What is seen of a run: lines on the terminal, a progress bar, metrics.jsonl."""
 
 import json
+import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -14,6 +16,18 @@ from optax_nora import RowGeometry
 console = Console(highlight=False)
 
 
+def _until(done: int, path: Path) -> list[dict]:
+    """Cuts off what came after step `done`, which is going to be done again."""
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [line for line in lines if line["step"] < done + ("rows" not in line) and done]
+    whole = path.with_suffix(".tmp")
+    whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    whole.replace(path)
+    return kept
+
+
 class Report:
     """Writes metrics.jsonl and draws progress. Only the first process does either.
 
@@ -21,8 +35,11 @@ class Report:
     """
 
     def __init__(self, folder: Path, steps: int, done: int, tokens_a_step: int):
-        self.tokens_a_step, self.seconds = tokens_a_step, 0.0
-        self.file = (folder / "metrics.jsonl").open("a")
+        self.tokens_a_step = tokens_a_step
+        path = folder / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
+        kept = _until(done, path)
+        self.seconds = kept[-1]["seconds"] if kept else 0.0
+        self.file = path.open("a")
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -30,6 +47,7 @@ class Report:
             TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
             TimeRemainingColumn(),
             console=console,
+            disable=jax.process_index() > 0,
         )
         self.task = self.progress.add_task("", total=steps, completed=done, loss="-", speed="-")
         self.timed_step, self.clock = done, time.perf_counter()
@@ -51,14 +69,15 @@ class Report:
         self.file.write(json.dumps(line | values) + "\n")
         self.file.flush()
 
-    def training(self, step: int, metrics: dict[str, float]) -> None:
-        """Losses of a step, which has just ended."""
+    def training(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """The metrics of a step, for which this waits."""
+        values = {name: value.item() for name, value in metrics.items() if name != "bad"}
         passed = time.perf_counter() - self.clock
         speed = (step - self.timed_step) * self.tokens_a_step / passed
         self.seconds += passed
         self.timed_step, self.clock = step, time.perf_counter()
-        self.write(step, **metrics, tokens_per_second=round(speed))
-        shown = {"loss": f"{metrics['loss']:.3f}", "speed": f"{speed:,.0f}"}
+        self.write(step, **values, tokens_per_second=round(speed))
+        shown = {"loss": f"{values['loss']:.3f}", "speed": f"{speed:,.0f}"}
         self.progress.update(self.task, completed=step, **shown)
 
     def held_out(self, step: int, result: HeldOut, **more) -> None:

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
     graph: Any
     leaf_names: list[str]
-    shardings: State
+    state: State  # shapes, dtypes and shardings
     init: Callable[[Array], State]
     train: Callable[[State, Array, Rates], tuple[State, dict[str, Array]]]
     geometry: Callable[[State, Array, Rates], dict[str, RowGeometry]]
@@ -137,7 +137,11 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
     return Program(
         graph,
         [*names, "loss"],
-        shardings,
+        jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            shardings,
+        ),
         jax.jit(init, out_shardings=shardings),
         jax.jit(train, donate_argnums=0, out_shardings=(shardings, everywhere)),
         jax.jit(geometry, out_shardings=everywhere),

@@ -1,19 +1,22 @@
 """Trains a LLaMA: `python -m examples.llama.train --help`."""
 
+import dataclasses
+import json
 import signal
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
 import optax_nora
-from examples.llama import config as configs
-from examples.llama import data, optimizers, plot, sharding
+from examples.llama import cli, data, optimizers, plot, sharding
 from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import Config, UserError
+from examples.llama.data import Corpus
 from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
 from examples.llama.prepare import prepare
 from examples.llama.report import Report, console
@@ -22,68 +25,73 @@ from examples.llama.step import accumulation, make_program
 
 
 class Trainer:
-    """One run: its corpus, its mesh, its compiled step, its state, its place in the data."""
+    """One run: its text, its mesh, its compiled step, its state, its place in the data."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.rates = optimizers.peak_rates(config)
-        self.corpus = prepare(config.data, config.model.vocab_size)
-        if self.corpus.vocab_size > config.model.vocab_size:
+    def __init__(self, config: Config, corpus: Corpus):
+        if corpus.vocab_size > config.model.vocab_size:
             raise UserError(
                 f"model.vocab_size {config.model.vocab_size} is less than the "
-                f"{self.corpus.vocab_size} words of the tokenizer"
+                f"{corpus.vocab_size} words of the tokenizer"
             )
+        self.config, self.corpus = config, corpus
+        self.rates = optimizers.peak_rates(config)
         self.shard = jax.process_index(), jax.process_count()
         source, self.held_out = (
-            data.rows(self.corpus, split, config.model.context, config.data.packing)
+            data.rows(corpus, split, config.model.context, config.data.packing)
             for split in ("train", "held_out")
         )
         self.mesh = sharding.make_mesh(config.mesh)
-        self.program = make_program(config, self.mesh, self.corpus.end)
+        self.program = make_program(config, self.mesh, corpus.end)
         self.batches = data.train_batches(source, config.batch, config.seed, self.shard)
-        self.state = self.program.init(jax.random.key(config.seed))
         self.step = 0
 
-    def restore(self, checkpoints: Checkpoints) -> None:
+    def start(self) -> None:
+        """Draws the initial parameters."""
+        self.state = self.program.init(jax.random.key(self.config.seed))
+
+    def resume(self, checkpoints: Checkpoints) -> None:
         """Goes on where the last checkpoint was made."""
-        self.state, place = checkpoints.restore(self.state)
+        self.state, place = checkpoints.restore(self.program.state)
         self.batches.set_state(place)
         self.step = int(self.state.step)
 
-    def fit(self, checkpoints: Checkpoints, report: Report) -> None:
-        """Trains to the last step, or until SIGTERM, and saves.
+    def fit(self, checkpoints: Checkpoints, report: Report, stopped: Callable[[int], bool]) -> None:
+        """Trains to the last step, or until `stopped(step)`, and saves.
 
         A step is sent off before the metrics of the one before it are looked at.
 
         Raises:
             UserError: a gradient was not finite; the state from before it is saved.
         """
-        config = self.config
-        terminated: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+        config, program = self.config, self.program
         self.places = deque([(self.step, self.batches.get_state())], config.log_every + 2)
         waiting = None
-        while self.step < config.steps and not terminated:
+        while self.step < config.steps and not stopped(self.step):
             tokens = sharding.put_batch(next(self.batches), self.mesh)
             if config.geometry_every and self.step % config.geometry_every == 0:
                 with report.aside():
-                    report.rows(self.step, self.program.geometry(self.state, tokens, self.rates))
-            self.state, metrics = self.program.train(self.state, tokens, self.rates)
+                    report.rows(self.step, program.geometry(self.state, tokens, self.rates))
+            self.state, metrics = program.train(self.state, tokens, self.rates)
             self.step += 1
             self.places.append((self.step, self.batches.get_state()))
             if waiting:
-                self._log(waiting, checkpoints, report)
+                self._check(waiting[1], checkpoints)
+                report.training(*waiting)
             waiting = (self.step, metrics) if self._due(config.log_every) else None
-            if any(map(self._due, (config.eval_every, config.save_every))):
-                self._log((self.step, metrics), checkpoints, report)
-                waiting = None
+            if self._due(config.eval_every) or self._due(config.save_every):
+                self._check(metrics, checkpoints)
+                if waiting:
+                    report.training(*waiting)
+                    waiting = None
                 with report.aside():
                     if self._due(config.eval_every):
                         report.held_out(self.step, self.measure())
                     if self._due(config.save_every):
                         self._save(checkpoints)
-        if terminated and not self._due(config.save_every):
-            self._save(checkpoints)
+        if waiting:
+            self._check(waiting[1], checkpoints)
+            report.training(*waiting)
+        self._save(checkpoints)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
@@ -96,43 +104,41 @@ class Trainer:
         batch = config.batch // accumulation(config, self.mesh)
         return evaluate(step, params, self.held_out, batch, limit, self.mesh, self.shard)
 
-    def _log(self, waiting: tuple[int, dict], checkpoints: Checkpoints, report: Report) -> None:
-        step, metrics = waiting
-        values = {name: value.item() for name, value in metrics.items()}
-        bad = values.pop("bad")
-        if bad >= 0:
-            self.step = int(self.state.step)
-            self.state = self.state._replace(bad=-jnp.ones_like(self.state.bad))
-            self._save(checkpoints)
-            raise UserError(
-                f"step {self.step + 1}: the gradient of {self.program.leaf_names[bad]} is not "
-                f"finite; the state before it is saved as step {self.step}"
-            )
-        report.training(step, values)
-
     def _save(self, checkpoints: Checkpoints) -> None:
-        place = dict(self.places)[self.step]
-        checkpoints.save(self.step, self.state, place, configs.to_dict(self.config))
+        """Saves the state: where a gradient was not finite, it is the one from before that."""
+        step = int(self.state.step)
+        good = self.state._replace(bad=-jnp.ones_like(self.state.bad))
+        checkpoints.save(step, good, dict(self.places)[step])
+
+    def _check(self, metrics: dict[str, jax.Array], checkpoints: Checkpoints) -> None:
+        if (bad := int(metrics["bad"])) < 0:
+            return
+        self._save(checkpoints)
+        step = int(self.state.step)
+        raise UserError(
+            f"step {step + 1}: the gradient of {self.program.leaf_names[bad]} is not finite; "
+            f"the state before it is saved as step {step}"
+        )
 
     def show(self) -> None:
         """What is about to be trained, on what."""
-        config, manifest = self.config, self.corpus.manifest
-        for split in ("train", "held_out"):
-            total = {
-                k: sum(s[k] for s in manifest[split]) for k in ("bytes", "documents", "tokens")
-            }
-            counts = ", ".join(f"{n:,} {name}" for name, n in total.items())
-            console.print(f"{split.replace('_', '-')} text: {counts}")
-        numbers = optimizers.dimension_numbers(config)
-        optax_nora.summarize(
-            self.state.params,
-            numbers,
-            row_scale=config.row_scale or "fan_ratio",
-            base_fan_in=config.base_fan_in,
-        )
-        devices = ", ".join(f"{name} {n}" for name, n in self.mesh.shape.items())
-        rates = f"learning rate {self.rates.matrix:g}, AdamW's {self.rates.other:g}"
-        console.print(f"{config.optimizer}, {rates}; mesh {devices}; {config.precision}")
+        config = self.config
+        for split, shards in self.corpus.splits.items():
+            counts = (
+                f"{sum(s[name] for s in shards):,} {name}"
+                for name in ("bytes", "documents", "tokens")
+            )
+            console.print(f"{split.replace('_', '-')} text: {', '.join(counts)}")
+        if jax.process_index() == 0:
+            optax_nora.summarize(
+                self.program.state.params,
+                optimizers.dimension_numbers(config),
+                row_scale=config.row_scale or "fan_ratio",
+                base_fan_in=config.base_fan_in,
+            )
+        axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        rates = f"learning rate {self.rates.matrix:g}, of AdamW {self.rates.other:g}"
+        console.print(f"{config.optimizer}, {rates}; mesh: {axes}; {config.precision}")
 
 
 def run_folder(config: Config) -> Path:
@@ -147,36 +153,73 @@ def run_folder(config: Config) -> Path:
     return folder
 
 
-def run(config: Config) -> None:
-    """A whole run, from text to picture."""
+def sigterm() -> Callable[[int], bool]:
+    """Whether to stop before a step, on all hosts before the same one."""
+    if jax.process_count() > 1:
+        return multihost_utils.reached_preemption_sync_point
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    return lambda step: bool(came)
+
+
+def read_text(config: Config) -> Corpus:
+    """The tokens of the run, which the first process prepares for all."""
+    first = jax.process_index() == 0
+    if first:
+        corpus = prepare(config.data, config.model.vocab_size)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("text")
+    return corpus if first else prepare(config.data, config.model.vocab_size)
+
+
+def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -> None:
+    """A whole run, from text to picture; all that it makes is in its folder.
+
+    Args:
+        config: of the run.
+        stopped: told a step, says whether to save and stop before it.
+
+    Raises:
+        UserError: what the user can mend.
+    """
+    config = cli.resolve(config)
+    console.quiet = jax.process_index() > 0
     folder = run_folder(config)
-    trainer = Trainer(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    configs.save(config, folder / "config.json")
-    trainer.show()
+    trainer = Trainer(config, read_text(config))
     entropy = unigram_entropy(trainer.corpus.shards("held_out"))
-    with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-        if config.resume:
-            trainer.restore(checkpoints)
+    settings = cli.to_dict(dataclasses.replace(config, name=folder.name))
+    trainer.show()
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = settings | {"text": trainer.corpus.identity}
+    with Checkpoints(folder / "checkpoints", config.keep, identity) as checkpoints:
+        if config.resume and checkpoints.any():
+            trainer.resume(checkpoints)
+        else:
+            (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+            trainer.start()
         tokens = config.batch * config.model.context
         with Report(folder, config.steps, trainer.step, tokens) as report:
             if trainer.step == 0:
                 with report.aside():
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)
-            trainer.fit(checkpoints, report)
+            trainer.fit(checkpoints, report, stopped)
+    if trainer.step < config.steps:
+        console.print(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
+        return
     console.print(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
-    text = complete(trainer.program.graph, trainer.state.params, trainer.corpus, config.prompt)
-    console.print(f"sample: {text}", markup=False)
+    if jax.process_count() == 1:
+        params = trainer.state.params
+        text = complete(trainer.program.graph, params, trainer.corpus, config.prompt)
+        console.print(f"sample: {text}", markup=False)
     plot.draw_run(folder, folder / "loss.png")
     console.print(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    try:
-        run(configs.parse(sys.argv[1:] if arguments is None else arguments))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+def main(arguments: list[str]) -> None:
+    config = cli.parse(arguments)
+    cli.start_hosts(config)
+    train(config, sigterm())
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_main(main)

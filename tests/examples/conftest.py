@@ -1,16 +1,20 @@
 """A small text, prepared once, and the settings of runs that take seconds."""
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from examples.llama.config import Config, DataConfig, MeshConfig, ModelConfig
 from examples.llama.data import Corpus
 from examples.llama.prepare import prepare
 
-WORDS = "the row of a matrix turns while its norm stays and every step has one length".split()
+SENTENCE = "the row of a matrix turns while its norm stays and every step has one length"
+WORDS = SENTENCE.split(" ")
 
 
 def text(words: int, seed: int) -> str:
@@ -21,6 +25,26 @@ def text(words: int, seed: int) -> str:
         at = (at + rng.choice((1, 1, 1, 4))) % len(WORDS)
         out.append(WORDS[at])
     return " ".join(out)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """What one test has compiled the next one loads."""
+    compilation_cache.reset_cache()
+    with (
+        _set("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled"))),
+        _set("jax_persistent_cache_min_compile_time_secs", 0.0),
+    ):
+        yield
+    compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _set(name: str, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="session")

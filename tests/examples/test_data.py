@@ -1,5 +1,6 @@
 """Text becomes tokens, and every token is learned from once an epoch."""
 
+import itertools
 import json
 import shutil
 
@@ -33,7 +34,7 @@ def pairs() -> list[tuple[int, int]]:
     """Every token of a document with the one after it, its end included: no more and no less."""
     found = []
     for shard in SHARDS:
-        found += [(a, b) for a, b in zip(shard[:-1].tolist(), shard[1:].tolist()) if a != END]
+        found += [(a, b) for a, b in itertools.pairwise(shard.tolist()) if a != END]
     return sorted(found)
 
 
