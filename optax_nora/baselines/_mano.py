@@ -29,7 +29,7 @@ class ManoState(NamedTuple):
     mu: PyTree
 
 
-@like_nora
+@like_nora()
 def mano(
     beta: Any,
     momentum: Any,

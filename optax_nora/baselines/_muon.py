@@ -12,7 +12,7 @@ from optax_nora._routing import WeightDimensionNumbers, map_rows
 from optax_nora.baselines._signature import check_momentum, like_nora
 
 
-@like_nora
+@like_nora()
 def muon(
     beta: Any,
     momentum: Any,
@@ -48,7 +48,7 @@ def muon(
     )
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        step = inner.update
+        step: Any = inner.update
         if jax.sharding.get_abstract_mesh().explicit_axes:
             # Such a mesh refuses the matrix products: in here jax chooses the shardings itself.
             specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))

@@ -11,7 +11,7 @@ from optax_nora._rows import normalize
 from optax_nora.baselines._signature import like_nora
 
 
-@like_nora
+@like_nora()
 def rmnp(
     beta: Any,
     momentum: Any,

@@ -5,37 +5,56 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
+from jax.core import Tracer
 
 from optax_nora._nora import matrices_and_adamw, nora
 
+Direction = Callable[..., optax.GradientTransformation]
+Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
 
-def like_nora(
-    direction: Callable[..., optax.GradientTransformation],
-) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """An optimizer called as `nora` is, with ``direction`` for its matrices.
 
-    ``direction`` takes beta, momentum, eps, mu_dtype and weight_dimension_numbers as `nora` does.
+def like_nora(**defaults: Any) -> Callable[[Direction], Optimizer]:
+    """Make a direction for matrices an optimizer that is called as `nora` is.
+
+    The direction names the arguments of `nora` that it wants. If weight_decay is among them it
+    decays by itself.
+
+    Args:
+      **defaults: in place of those of `nora`.
     """
-    signature = inspect.signature(nora)
+    of_nora = inspect.signature(nora)
+    signature = of_nora.replace(
+        parameters=[
+            p.replace(default=defaults.get(name, p.default))
+            for name, p in of_nora.parameters.items()
+        ]
+    )
 
-    @functools.wraps(direction)
-    def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        rest = bound.arguments
-        own = {name: rest.pop(name) for name in ("beta", "momentum", "eps")}
-        shared = {name: rest[name] for name in ("mu_dtype", "weight_dimension_numbers")}
-        return matrices_and_adamw(direction(**own, **shared), **rest)
+    def decorate(direction: Direction) -> Optimizer:
+        wanted = inspect.signature(direction).parameters
 
-    # What `optax.inject_hyperparams` and help() read.
-    setattr(optimizer, "__signature__", signature)  # noqa: B010
-    return optimizer
+        @functools.wraps(direction)
+        def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            rest = dict(bound.arguments)
+            tx = direction(**{name: rest[name] for name in wanted})
+            if "weight_decay" in wanted:
+                rest["weight_decay"] = 0.0
+            for name in ("beta", "momentum", "eps"):
+                del rest[name]
+            return matrices_and_adamw(tx, **rest)
+
+        # What `optax.inject_hyperparams` and help() read.
+        setattr(optimizer, "__signature__", signature)  # noqa: B010
+        return optimizer
+
+    return decorate
 
 
 def check_momentum(momentum: Any, reason: str) -> None:
     """Raise for a look-ahead of its own, unless only a trace knows it."""
-    if momentum is None or isinstance(momentum, jax.core.Tracer) or momentum == 1:
+    if momentum is None or isinstance(momentum, Tracer) or momentum == 1:
         return
     raise ValueError(f"momentum={momentum}: {reason}")
