@@ -33,12 +33,12 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 def apply(tx, updates, params=None):
     state = tx.init(updates if params is None else params)
-    return tx.update(updates, state, params)[0]
+    return jax.jit(tx.update)(updates, state, params)[0]
 
 
 def rows(x, numbers):
     axes = (tuple(a % x.ndim for a in side) for side in numbers)
-    return np.float64(reference.rows_last(x, *axes))
+    return np.asarray(reference.rows_last(x, *axes), np.float64)
 
 
 @every_kernel
@@ -154,17 +154,16 @@ def test_a_row_along_its_weight_becomes_exactly_zero():
     assert u[:, 1].all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["update", "weight"])
-def test_what_is_no_number_shows_in_its_row_alone(bad, where):
-    h, w = normal(6, 3), normal(6, 3, seed=1)
-    (h if where == "update" else w)[2, 1] = bad
+def test_what_is_no_number_shows_in_its_row_alone(where):
+    h, w = normal(6, 5), normal(6, 5, seed=1)
+    (h if where == "update" else w)[2, 1:4] = np.nan, np.inf, -np.inf
     parts = [row_project(), optax_nora.scale_by_nora()]
     if where == "update":
         parts += [row_normalize(), keep_row_norms()]
     for tx in parts:
         finite = np.isfinite(apply(tx, h, w)).all(axis=0)
-        np.testing.assert_array_equal(finite, [True, False, True])
+        np.testing.assert_array_equal(finite, [True, False, False, False, True])
 
 
 def test_keep_row_norms_lets_a_zero_row_move():
@@ -214,7 +213,8 @@ def test_half_precision_is_computed_in_float32(dtype):
 def test_updates_have_the_parameters_dtype(params, grads):
     h, w = jnp.asarray(normal(12, 7), grads), jnp.asarray(normal(12, 7, seed=1), params)
     for tx in (row_project(), row_normalize(), scale_by_row_shape(), keep_row_norms()):
-        assert apply(tx, h, w).dtype == params
+        updates, _ = jax.eval_shape(tx.update, h, tx.init(w), w)
+        assert updates.dtype == params
 
 
 def test_float64():
@@ -312,27 +312,20 @@ def test_masked_clipped_and_scheduled_bit_for_bit():
 # Through jax
 
 
-@pytest.mark.parametrize("zero", ["no row", "update", "weight", "both", "parallel"])
-def test_gradients_through_the_rows_are_finite(zero):
-    h, w = normal(6, 3), normal(6, 3, seed=1)
-    if zero in ("update", "both"):
-        h[:, 1] = 0
-    if zero in ("weight", "both"):
-        w[:, 1] = 0
-    if zero == "parallel":
-        h[:, 1] = 2 * w[:, 1]
-    for tx in (
-        row_project(),
-        row_normalize(),
-        keep_row_norms(),
-        optax_nora.scale_by_nora(),
-    ):
+@pytest.mark.parametrize(
+    "make", [row_project, row_normalize, keep_row_norms, optax_nora.scale_by_nora]
+)
+def test_gradients_through_the_rows_are_finite(make):
+    h, w = normal(6, 5), normal(6, 5, seed=1)
+    h[:, 1], w[:, 2] = 0, 0
+    h[:, 3], w[:, 3] = 0, 0
+    h[:, 4] = 2 * w[:, 4]
 
-        def total(h, w, tx=tx):
-            return jnp.sum(jnp.arange(18.0).reshape(6, 3) * apply(tx, h, w))
+    def total(h, w):
+        return jnp.sum(normal(6, 5, seed=2) * apply(make(), h, w))
 
-        for derivative in jax.jit(jax.grad(total, argnums=(0, 1)))(h, w):
-            assert np.isfinite(derivative).all()
+    for derivative in jax.jit(jax.grad(total, argnums=(0, 1)))(h, w):
+        assert np.isfinite(derivative).all()
 
 
 def test_the_gradient_of_a_projection_is_the_projection():
