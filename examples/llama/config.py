@@ -47,9 +47,11 @@ class ModelConfig:
 class DataConfig:
     """Where the tokens come from."""
 
-    path: Path | None = None
-    """A text file, a folder of them, JSON lines, parquet, or a folder made by prepare.py.
-    None: the documentation of the Python that runs this."""
+    path: str | None = None
+    """Text, JSON lines or parquet, a file or a folder; hf:NAME:CONFIG for a data set of the Hugging
+    Face hub; a folder made by prepare.py. None: the documentation of the Python that runs this."""
+    text_field: str = "text"
+    """The field of JSON lines and parquet that holds the text."""
     cache: Path = Path("runs/.cache")
     """Where text is kept once tokenized."""
     tokenizer: Path | None = None

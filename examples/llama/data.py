@@ -47,6 +47,13 @@ class Corpus:
             json.dumps([self.splits, self.manifest["tokenizer"]]).encode()
         ).hexdigest()
 
+    def describe(self) -> Iterator[str]:
+        """A line on each split."""
+        for split, shards in self.splits.items():
+            totals = {k: sum(s[k] for s in shards) for k in ("bytes", "documents", "tokens")}
+            counts = ", ".join(f"{total:,} {name}" for name, total in totals.items())
+            yield f"{split.replace('_', '-')} text: {counts}"
+
     def shards(self, split: str) -> list[np.ndarray]:
         """The tokens of a split, mapped from disk."""
         names = [shard["file"] for shard in self.splits[split]]

@@ -1,4 +1,4 @@
-"""Text into token shards: `python -m examples.llama.prepare --help`.
+"""Text into token shards: `python -m examples.llama.prepare --path TEXT --out FOLDER`.
 
 The folder it makes holds tokenizer.json, shards of tokens (.npy) and manifest.json with counts and
 checksums. It appears under its name only when it is whole.
@@ -8,84 +8,49 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.llama import documentation
+from examples.llama import cli
 from examples.llama.config import DataConfig, UserError
 from examples.llama.data import MANIFEST, Corpus, checksum, open_corpus
+from examples.llama.sources import fingerprint, read_documents
 
 END = "<|endoftext|>"
-PIECE = 4_096  # characters: longer text files are cut into documents of this size, at line ends
 SHARD = 1 << 26  # tokens
-SUFFIXES = ("", ".txt", ".md", ".rst", ".text", ".jsonl", ".parquet")
-
-Documents = Iterable[tuple[str, str]]  # name and text
 
 
 def prepare(config: DataConfig, vocab_size: int) -> Corpus:
     """The prepared corpus of `config`: opened where it is there, made where it is not."""
     path = config.path
-    if path is not None and (path / MANIFEST).exists():
-        return open_corpus(path)
-    label = "python-docs" if path is None else path.stem
-    key = [vocab_size, config.held_out, _fingerprint(path)]
-    key += [config.tokenizer and checksum(config.tokenizer)]
+    if path is not None and any(Path(path).glob("*.npy")):
+        return open_corpus(Path(path))
+    label = "python-docs" if path is None else Path(path).stem
+    key = [vocab_size, config.held_out, fingerprint(path)]
+    key += [config.text_field, config.tokenizer and checksum(config.tokenizer)]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     folder = config.cache / f"{label}-{digest}"
     if not folder.exists():
-        write_corpus(lambda: read_documents(path), folder, config, vocab_size)
+        write_corpus(folder, config, vocab_size)
     return open_corpus(folder)
-
-
-def _fingerprint(path: Path | None) -> list:
-    """What a change of the text would change."""
-    if path is None:
-        return documentation.versions()
-    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in _files(path)]
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise UserError(f"{path} does not exist")
-    files = [path]
-    if path.is_dir():
-        files = [f for f in sorted(path.rglob("*")) if f.is_file() and f.suffix in SUFFIXES]
-    if not files:
-        raise UserError(f"{path} holds no text: its files should end in {', '.join(SUFFIXES[1:])}")
-    return files
-
-
-def read_documents(path: Path | None) -> Iterator[tuple[str, str]]:
-    """Names and texts: of text files, of the `text` field of JSON lines or parquet, or built in."""
-    if path is None:
-        yield from documentation.python_documentation().items()
-        return
-    for file in _files(path):
-        yield from _text(file)
-
-
-def _text(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text: no UTF-8 at byte {error.start}") from None
-    if "\0" in text:
-        raise UserError(f"{path} is not text: it holds zero bytes")
-    start = 0
-    while text[start:].strip():
-        stop = text.find("\n", start + PIECE) + 1 or len(text)
-        yield f"{path.name}:{start}", text[start:stop]
-        start = stop
 
 
 def _rank(name: str) -> float:
     """A number in [0, 1) that depends on the name alone: documents of low rank are held out."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32
+
+
+def _open_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"tokenizer {path} cannot be read: {error}") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -101,16 +66,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def write_corpus(
-    documents: Callable[[], Documents], folder: Path, config: DataConfig, vocab_size: int
-) -> None:
-    """Tokenizes documents and writes them to `folder`, whole or not at all."""
+def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
+    """Tokenizes the text of `config` and writes it to `folder`, whole or not at all."""
+
+    def documents() -> Iterator[tuple[str, str]]:
+        return read_documents(config.path, config.text_field)
+
     first = [_rank(name) for name, _ in islice(documents(), 1_000)]
     if not first:
         raise UserError(f"{config.path} is empty")
     held_out = max(config.held_out, min(first))  # of a small text, one document
     if config.tokenizer:
-        tokenizer = Tokenizer.from_file(str(config.tokenizer))
+        tokenizer = _open_tokenizer(config.tokenizer)
     else:
         sample = islice((text for _, text in documents()), 200_000)
         tokenizer = train_tokenizer(sample, vocab_size)
@@ -176,3 +143,40 @@ class _Writer:
         if self.tokens or not self.done:
             self._flush()
         return self.done
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Turn text into token shards."""
+
+    path: str
+    """Text, JSON lines or parquet, a file or a folder; hf:NAME:CONFIG for a data set of the Hugging
+    Face hub, such as hf:allenai/c4:en."""
+    out: Path
+    """Folder to make, for --data.path of train.py."""
+    vocab_size: int = 32_000
+    """Words of the tokenizer, where it is trained on the text."""
+    tokenizer: Path | None = None
+    """A tokenizer.json of the `tokenizers` library. None: train one on the text."""
+    text_field: str = "text"
+    """The field of JSON lines and parquet that holds the text."""
+    held_out: float = 0.01
+    """Fraction of the documents held out, chosen by a hash of their names."""
+
+
+def main(arguments: list[str]) -> None:
+    options = tyro.cli(PrepareConfig, args=arguments)
+    if options.out.exists():
+        raise UserError(f"{options.out} exists: choose another --out")
+    config = DataConfig(
+        path=options.path,
+        tokenizer=options.tokenizer,
+        text_field=options.text_field,
+        held_out=options.held_out,
+    )
+    write_corpus(options.out, config, options.vocab_size)
+    print("\n".join(open_corpus(options.out).describe()))
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

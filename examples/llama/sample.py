@@ -1,14 +1,22 @@
-"""Text from a model: `python -m examples.llama.sample runs/NAME --prompt "..."`."""
+"""Text from a model: `python -m examples.llama.sample --run runs/NAME --prompt "..."`."""
 
 import functools
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 from jax import Array
+from tokenizers import Tokenizer
 
-from examples.llama.data import Corpus
+from examples.llama import cli, sharding
+from examples.llama.checkpoint import Checkpoints
+from examples.llama.config import MeshConfig, UserError
 from examples.llama.model import empty_cache
+from examples.llama.prepare import prepare
+from examples.llama.step import make_program
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -31,7 +39,7 @@ def generate(
     model = nnx.merge(graph, params)
     cache = empty_cache(model.config, prompt_BxT.shape[0], model.embed.dtype)
 
-    def pick(hidden_BxTxD, key):
+    def pick(hidden_BxTxD: Array, key: Array) -> Array:
         logits = model.lm_head(hidden_BxTxD[:, -1]).astype(jnp.float32)
         drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -47,9 +55,73 @@ def generate(
     return tokens.T
 
 
-def complete(graph, params, corpus: Corpus, prompt: str, length: int = 100, seed: int = 0) -> str:
-    """The prompt and what the model goes on with."""
-    tokenizer = corpus.tokenizer()
-    ids = jnp.array([tokenizer.encode(prompt).ids], jnp.int32)
-    tokens = generate(graph, params, ids, length, jax.random.key(seed), 0.8)
+def complete(
+    graph,
+    params,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    length: int = 100,
+    seed: int = 0,
+    temperature: float = 0.8,
+) -> str:
+    """The prompt and what the model goes on with.
+
+    Raises:
+        UserError: the prompt is empty, or leaves no room in the context.
+    """
+    ids = tokenizer.encode(prompt).ids
+    context = nnx.merge(graph, params).config.context
+    room = context - len(ids)
+    if not ids or room < 1:
+        raise UserError(f"the prompt has {len(ids)} tokens: it needs 1 to {context - 1}")
+    batch = jnp.array([ids], jnp.int32)
+    tokens = generate(graph, params, batch, min(length, room), jax.random.key(seed), temperature)
     return prompt + tokenizer.decode(tokens[0].tolist())
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Generate text from the last checkpoint of a run."""
+
+    run: Path
+    """Folder of the run."""
+    prompt: str = "The "
+    """Beginning of the text."""
+    length: int = 100
+    """Tokens to generate, at most what the context holds."""
+    temperature: float = 0.8
+    """Below 1: likelier words become likelier still; 0: always the likeliest."""
+    count: int = 1
+    """Samples."""
+    seed: int = 0
+    """Of the first sample; the next ones count on from it."""
+
+
+def main(arguments: list[str]) -> None:
+    options = tyro.cli(SampleConfig, args=arguments)
+    config = cli.parse(["--config", str(options.run / "config.json")])
+    corpus = prepare(config.data, config.model.vocab_size)
+    mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    program = make_program(config, mesh, corpus.end)
+    settings = cli.to_dict(config) | {"text": corpus.identity}
+    with Checkpoints(options.run / "checkpoints", config.keep, settings) as checkpoints:
+        if not checkpoints.any():
+            raise UserError(f"{options.run} holds no checkpoint")
+        state, _ = checkpoints.restore(program.state)
+    for i in range(options.count):
+        print(
+            complete(
+                program.graph,
+                state.params,
+                corpus.tokenizer(),
+                options.prompt,
+                length=options.length,
+                seed=options.seed + i,
+                temperature=options.temperature,
+            )
+        )
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

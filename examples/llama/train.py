@@ -123,12 +123,8 @@ class Trainer:
     def show(self) -> None:
         """What is about to be trained, on what."""
         config = self.config
-        for split, shards in self.corpus.splits.items():
-            counts = (
-                f"{sum(s[name] for s in shards):,} {name}"
-                for name in ("bytes", "documents", "tokens")
-            )
-            console.print(f"{split.replace('_', '-')} text: {', '.join(counts)}")
+        for line in self.corpus.describe():
+            console.print(line)
         if jax.process_index() == 0:
             optax_nora.summarize(
                 self.program.state.params,
@@ -209,7 +205,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
     console.print(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
     if jax.process_count() == 1:
         params = trainer.state.params
-        text = complete(trainer.program.graph, params, trainer.corpus, config.prompt)
+        text = complete(trainer.program.graph, params, trainer.corpus.tokenizer(), config.prompt)
         console.print(f"sample: {text}", markup=False)
     plot.draw_run(folder, folder / "loss.png")
     console.print(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")

@@ -1,6 +1,5 @@
 """A small text, prepared once, and the settings of runs that take seconds."""
 
-import contextlib
 import dataclasses
 import random
 from pathlib import Path
@@ -28,23 +27,21 @@ def text(words: int, seed: int) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compile_once(tmp_path_factory):
-    """What one test has compiled the next one loads."""
+def compile_fast(tmp_path_factory):
+    """Compiles with few optimizations, and what one test has compiled the next one loads."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    changes = {  # the setting here, and jax's own
+        "jax_compilation_cache_dir": (folder, None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_disable_most_optimizations": (True, False),
+    }
+    for name, (here, _) in changes.items():
+        jax.config.update(name, here)
     compilation_cache.reset_cache()
-    with (
-        _set("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled"))),
-        _set("jax_persistent_cache_min_compile_time_secs", 0.0),
-    ):
-        yield
-    compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def _set(name: str, value):
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
     yield
-    jax.config.update(name, before)
+    for name, (_, own) in changes.items():
+        jax.config.update(name, own)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +54,7 @@ def text_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def corpus(text_file, tmp_path_factory) -> Corpus:
     cache = tmp_path_factory.mktemp("cache")
-    return prepare(DataConfig(path=text_file, cache=cache, held_out=0.2), 300)
+    return prepare(DataConfig(path=str(text_file), cache=cache, held_out=0.2), 300)
 
 
 @pytest.fixture
@@ -69,7 +66,7 @@ def small(corpus, tmp_path) -> Config:
         model=ModelConfig(
             vocab_size=304, context=16, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48
         ),
-        data=DataConfig(path=corpus.folder),
+        data=DataConfig(path=str(corpus.folder)),
         mesh=MeshConfig(data=1, fsdp=1, tensor=1),
         precision="float32",
         steps=8,

@@ -1,14 +1,18 @@
 """Text becomes tokens, and every token is learned from once an epoch."""
 
+import gzip
 import itertools
 import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from examples.llama import data, documentation
+from examples.llama import data, documentation, sources
 from examples.llama.config import DataConfig, UserError
+from examples.llama.prepare import main as prepare_main
 from examples.llama.prepare import prepare
 
 END = 0
@@ -112,24 +116,25 @@ def test_text_comes_back_from_its_tokens(corpus, text_file):
     texts = [tokenizer.decode(document[:-1].tolist()) for document in documents if len(document)]
     assert sorted("".join(texts)) == sorted(text_file.read_text("utf-8"))
     assert all(text in text_file.read_text("utf-8") for text in texts)
-    sizes = [s["bytes"] for split in ("train", "held_out") for s in corpus.manifest[split]]
+    sizes = [s["bytes"] for shards in corpus.splits.values() for s in shards]
     assert sum(sizes) == text_file.stat().st_size
     assert min(sizes) > 0
 
 
 def test_text_is_prepared_once_and_anew_when_it_changes(text_file, tmp_path):
-    config = DataConfig(path=tmp_path / "copy.txt", cache=tmp_path / "cache")
-    shutil.copy(text_file, config.path)
+    path = tmp_path / "copy.txt"
+    config = DataConfig(path=str(path), cache=tmp_path / "cache")
+    shutil.copy(text_file, path)
     first, again = prepare(config, 300), prepare(config, 300)
     assert first.folder == again.folder
-    config.path.write_text(text_file.read_text("utf-8") + "more", "utf-8")
+    path.write_text(text_file.read_text("utf-8") + "more", "utf-8")
     assert prepare(config, 300).folder != first.folder
     assert prepare(config, 301).folder != first.folder
 
 
 def test_a_given_tokenizer_is_used(corpus, text_file, tmp_path):
     given = corpus.folder / "tokenizer.json"
-    config = DataConfig(path=text_file, cache=tmp_path, tokenizer=given)
+    config = DataConfig(path=str(text_file), cache=tmp_path, tokenizer=given)
     assert (prepare(config, 9_999).folder / "tokenizer.json").read_text() == given.read_text()
 
 
@@ -139,8 +144,8 @@ def test_a_folder_is_read_whole(text_file, tmp_path):
     shutil.copy(text_file, folder / "a.txt")
     (folder / "deep" / "b.md").write_text("the second file", "utf-8")
     (folder / "picture.png").write_bytes(b"\x89PNG")
-    made = prepare(DataConfig(path=folder, cache=tmp_path / "cache"), 300)
-    sizes = [s["bytes"] for split in ("train", "held_out") for s in made.manifest[split]]
+    made = prepare(DataConfig(path=str(folder), cache=tmp_path / "cache"), 300)
+    sizes = [s["bytes"] for shards in made.splits.values() for s in shards]
     assert sum(sizes) == text_file.stat().st_size + len("the second file")
 
 
@@ -148,7 +153,7 @@ def damage(corpus, tmp_path, change):
     folder = tmp_path / "prepared"
     shutil.copytree(corpus.folder, folder)
     change(folder)
-    return DataConfig(path=folder, cache=tmp_path / "cache")
+    return DataConfig(path=str(folder), cache=tmp_path / "cache")
 
 
 def test_a_corrupt_shard_is_refused(corpus, tmp_path):
@@ -186,7 +191,7 @@ def test_a_failed_preparation_leaves_nothing(text_file, tmp_path):
     shutil.copy(text_file, folder / "a.txt")
     (folder / "b.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"b.txt is not text: no UTF-8 at byte 3"):
-        prepare(DataConfig(path=folder, cache=tmp_path / "cache"), 300)
+        prepare(DataConfig(path=str(folder), cache=tmp_path / "cache"), 300)
     assert not list((tmp_path / "cache").glob("*"))
 
 
@@ -204,7 +209,7 @@ def test_documents_are_held_out_by_their_names(text_file, tmp_path):
     """The same documents, whatever the tokenizer; more of them when more are asked for."""
 
     def held_out(fraction: float, vocab_size: int) -> set[str]:
-        config = DataConfig(path=text_file, cache=tmp_path, held_out=fraction)
+        config = DataConfig(path=str(text_file), cache=tmp_path, held_out=fraction)
         made = prepare(config, vocab_size)
         tokens = np.concatenate(made.shards("held_out"))
         documents = np.split(tokens, np.flatnonzero(tokens == made.end) + 1)
@@ -213,3 +218,61 @@ def test_documents_are_held_out_by_their_names(text_file, tmp_path):
     few, same, more = held_out(0.1, 300), held_out(0.1, 290), held_out(0.5, 300)
     assert few == same
     assert few < more
+
+
+ROWS = [{"text": f"the {i}th document says this", "url": f"http://{i}"} for i in range(30)]
+
+
+def read(path, field="text") -> list[str]:
+    return [text for _, text in sources.read_documents(str(path), field)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz"])
+def test_json_lines(tmp_path, name):
+    lines = "\n".join(map(json.dumps, ROWS)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    assert read(tmp_path) == [row["text"] for row in ROWS]
+    assert read(tmp_path / name, "url") == [row["url"] for row in ROWS]
+    with pytest.raises(UserError, match=f"{name}: row 1 has no text in a field 'body'"):
+        read(tmp_path / name, "body")
+
+
+@pytest.mark.parametrize(
+    ("content", "name"), [(b'{"text": "a"}\n{"text": "b', "a.jsonl"), (b"\x1f\x8b", "a.jsonl.gz")]
+)
+def test_broken_json_lines(tmp_path, content, name):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} is not JSON lines, near line"):
+        read(tmp_path)
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    assert read(tmp_path) == [row["text"] for row in ROWS]
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"a.parquet is not parquet"):
+        read(path)
+
+
+def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    """In the format of allenai/c4: configurations of gzipped JSON lines, named in its README."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "c4"
+    (folder / "en").mkdir(parents=True)
+    for i in range(3):
+        lines = "\n".join(map(json.dumps, ROWS[10 * i : 10 * i + 10])).encode()
+        (folder / "en" / f"c4-train.0000{i}-of-00003.json.gz").write_bytes(gzip.compress(lines))
+    header = {"configs": [{"config_name": "en", "data_files": "en/c4-train.*.json.gz"}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(header)}\n---\n")
+    assert read(f"hf:{folder}:en") == [row["text"] for row in ROWS]
+
+
+def test_the_command_makes_a_folder_that_can_be_trained_on(text_file, tmp_path, capsys):
+    arguments = ["--path", str(text_file), "--vocab-size", "300", "--held-out", "0.2"]
+    prepare_main([*arguments, "--out", str(tmp_path / "made")])
+    made = data.open_corpus(tmp_path / "made")
+    assert capsys.readouterr().out.splitlines() == list(made.describe())
+    assert made.vocab_size == 300
+    with pytest.raises(UserError, match="made exists"):
+        prepare_main([*arguments, "--out", str(tmp_path / "made")])
