@@ -5,7 +5,6 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from examples.llama.cli import differences
 from examples.llama.config import UserError
 
 
@@ -15,11 +14,11 @@ class Checkpoints:
     Args:
         folder: where they are.
         keep: how many.
-        settings: of the run, as JSON; a checkpoint of other settings is not resumed from.
+        identity: of the run; a checkpoint of another one is not resumed from.
     """
 
-    def __init__(self, folder: Path, keep: int, settings: dict):
-        self.folder, self.settings = folder, settings
+    def __init__(self, folder: Path, keep: int, identity: dict):
+        self.folder, self.identity = folder, identity
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -43,7 +42,7 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             place=ocp.args.JsonSave(place),
-            settings=ocp.args.JsonSave(self.settings),
+            identity=ocp.args.JsonSave(self.identity),
         )
         self.wait()
         self.manager.save(step, args=items)
@@ -78,8 +77,10 @@ class Checkpoints:
         """
         step = self.manager.latest_step()
         where = f"checkpoint {self.folder / str(step)}"
-        before = self._read(where, step, settings=ocp.args.JsonRestore())["settings"]
-        if changed := list(differences(self.settings, before)):
+        then = self._read(where, step, identity=ocp.args.JsonRestore())["identity"]
+        names = sorted(self.identity.keys() | then.keys())
+        pairs = ((name, self.identity.get(name), then.get(name)) for name in names)
+        if changed := [f"{name} is {now}, was {was}" for name, now, was in pairs if now != was]:
             raise UserError(f"{where} is of another run: {'; '.join(changed)}")
         items = {"state": ocp.args.StandardRestore(like), "place": ocp.args.JsonRestore()}
         restored = self._read(where, step, **items)

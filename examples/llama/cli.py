@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
@@ -15,9 +16,13 @@ from examples.llama.config import PRESETS, Config, UserError
 
 MODEL_SIZES = ("vocab_size", "context", "layers", "width", "heads", "key_heads", "mlp_width")
 RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_every", "keep")
-# What may differ when a run goes on: where and how fast it runs, what it prints, never what it is.
-FREE = {"preset", "config", "name", "out", "resume", "mesh", "hosts", "micro_batch", "remat"}
-FREE |= {"loss_chunk", "log_every", "eval_every", "geometry_every", "save_every", "keep", "prompt"}
+# What two runs that are the same may differ in: where they run and how fast, what they print. Their
+# text is the same if its checksum is, wherever it lies.
+FREE = {"preset", "config", "name", "out", "resume", "micro_batch", "remat", "loss_chunk"}
+FREE |= {"log_every", "eval_every", "geometry_every", "save_every", "keep", "prompt"}
+FREE |= {f"data.{name}" for name in ("path", "cache", "tokenizer", "text_field", "held_out")}
+FREE |= {f"mesh.{name}" for name in ("data", "fsdp", "tensor")}
+FREE |= {f"hosts.{name}" for name in ("coordinator", "count", "index")}
 
 
 def parse(arguments: list[str]) -> Config:
@@ -53,18 +58,27 @@ def _from_file(path: Path) -> Iterator[str]:
         raise UserError(f"config {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} is not a table of fields")
-    return _flags({k: v for k, v in values.items() if k not in ("config", "resume")}, "")
+    return flags({k: v for k, v in values.items() if k not in ("config", "resume")})
 
 
-def _flags(values: dict, group: str) -> Iterator[str]:
-    for name, value in values.items():
-        name = str(name).replace("_", "-")
-        if isinstance(value, dict):
-            yield from _flags(value, f"{group}{name}.")
-        elif isinstance(value, bool):
-            yield f"--{group}{'' if value else 'no-'}{name}"
+def flags(values: dict) -> Iterator[str]:
+    """Nested fields as arguments of the command line."""
+    for name, value in flatten(values):
+        group, _, own = name.replace("_", "-").rpartition(".")
+        prefix = f"--{group}." if group else "--"
+        if isinstance(value, bool):
+            yield f"{prefix}{'' if value else 'no-'}{own}"
         else:
-            yield from (f"--{group}{name}", str(value))
+            yield from (prefix + own, str(value))
+
+
+def flatten(values: dict, group: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested tables by their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{group}{name}.")
+        else:
+            yield f"{group}{name}", value
 
 
 def check(config: Config) -> None:
@@ -108,14 +122,10 @@ def to_dict(config: Config) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def differences(now: dict, then: dict, group: str = "") -> Iterator[str]:
-    """Lines on the fields that make another run of it, and differ."""
-    for name in sorted((now.keys() | then.keys()) - (set() if group else FREE)):
-        a, b = now.get(name), then.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{group}{name}.")
-        elif a != b:
-            yield f"{group}{name} is {a}, was {b}"
+def identity(config: Config, text: str) -> dict:
+    """The fields that make a run the one it is, by dotted names, and the checksum of its text."""
+    fields = {name: value for name, value in flatten(to_dict(config)) if name not in FREE}
+    return fields | {"text": text}
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

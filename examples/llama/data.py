@@ -43,9 +43,8 @@ class Corpus:
     @property
     def identity(self) -> str:
         """A checksum of all of it."""
-        return hashlib.sha256(
-            json.dumps([self.splits, self.manifest["tokenizer"]]).encode()
-        ).hexdigest()
+        parts = json.dumps([self.splits, self.manifest["tokenizer"]])
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def describe(self) -> Iterator[str]:
         """A line on each split."""

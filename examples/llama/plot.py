@@ -1,6 +1,8 @@
-"""Pictures of runs: `python -m examples.llama.plot runs/A runs/B --out together.png`."""
+"""Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep rows.jsonl`."""
 
 import json
+import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,22 +79,88 @@ def _draw_norms(axes: Axes, metrics: list[dict], label: str) -> None:
     axes.legend(title="shade: least to greatest")
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a sweep; `rate`, `loss` and `name` (what is not a rate or a seed) are added."""
+    try:
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    common = set.intersection(*(set(row["run"].items()) for row in rows)) if rows else set()
+    for row in rows:
+        own = dict(row["run"].items() - common) | {"optimizer": row["run"]["optimizer"]}
+        given = {k: v for k, v in own.items() if k not in ("optimizer", "learning_rate", "seed")}
+        row["name"] = ", ".join([own["optimizer"], *(f"{k} {v}" for k, v in sorted(given.items()))])
+        row["rate"] = row["run"]["learning_rate"]
+        row["loss"] = math.inf if row["held_out_loss"] is None else row["held_out_loss"]
+    return rows
+
+
+def losses_by_rate(rows: list[dict], name: str) -> dict[float, list[float]]:
+    """The final losses of all seeds at each rate."""
+    rates = sorted({row["rate"] for row in rows if row["name"] == name})
+    return {r: [w["loss"] for w in rows if (w["name"], w["rate"]) == (name, r)] for r in rates}
+
+
+def draw_sweep(rows: list[dict], out: Path) -> None:
+    """Final held-out loss against the learning rate, a line for each optimizer."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        losses = losses_by_rate(rows, name)
+        axes.plot(losses, [statistics.mean(seeds) for seeds in losses.values()], "o-", label=name)
+    axes.set(xlabel="learning rate of matrices", ylabel="held-out loss", xscale="log")
+    axes.legend()
+    figure.savefig(out, dpi=120)
+
+
+def table(rows: list[dict]) -> list[str]:
+    """A Markdown table, best first: final loss at the best rate, and how it depends on the rate."""
+    reference = [row["loss"] for row in rows if row["run"]["optimizer"] == "adamw"]
+    goal = min(reference, default=-math.inf)
+    lines = []
+    for name in {row["name"] for row in rows}:
+        losses = {r: statistics.mean(seeds) for r, seeds in losses_by_rate(rows, name).items()}
+        rate = min(losses, key=lambda r: losses[r])
+        best = [row for row in rows if (row["name"], row["rate"]) == (name, rate)]
+        seeds = [row["loss"] for row in best]
+        spread = f" ± {statistics.stdev(seeds):.4f}" if len(seeds) > 1 else ""
+        reached = [
+            next((s for _, x, s in row["held_out"] if x and x <= goal), None) for row in best
+        ]
+        seconds = "never" if None in reached else f"{statistics.mean(map(float, reached)):.0f}"
+        speed = statistics.mean(row["tokens_per_second"] for row in best)
+        cells = (name, f"{losses[rate]:.4f}{spread}", len(seeds), f"{rate:g}")
+        worst = f"{max(losses.values()) - losses[rate]:.4f} over {len(losses)} rates"
+        lines.append((losses[rate], *cells, worst, f"{speed:,.0f}", seconds))
+    head = ("optimizer", "held-out loss", "seeds", "best rate", "worst rate is worse by")
+    head += ("tokens/s", "seconds to AdamW's loss")
+    body = [map(str, line[1:]) for line in sorted(lines)]
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+
+
 @dataclass(frozen=True)
 class PlotConfig:
     """Draw runs together."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Folders of the runs."""
+    sweep: Path | None = None
+    """Rows of sweep.py, drawn in place of runs; their table is printed."""
     out: Path = Path("runs/plot.png")
     """The picture, of any format that matplotlib writes."""
 
 
 def main(arguments: list[str]) -> None:
     options = tyro.cli(PlotConfig, args=arguments)
-    if not options.runs:
-        raise UserError("no runs to draw")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw_runs(list(options.runs), options.out)
+    if options.sweep:
+        rows = read_rows(options.sweep)
+        draw_sweep(rows, options.out)
+        print("\n".join(table(rows)))
+    elif options.runs:
+        draw_runs(list(options.runs), options.out)
+    else:
+        raise UserError("nothing to draw: give folders of runs, or --sweep")
     print(f"written: {options.out}")
 
 

@@ -21,7 +21,7 @@ def _until(done: int, path: Path) -> list[dict]:
     if not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [line for line in lines if line["step"] < done + ("rows" not in line) and done]
+    kept = [line for line in lines if line["step"] <= done and done]
     whole = path.with_suffix(".tmp")
     whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
     whole.replace(path)
@@ -87,7 +87,7 @@ class Report:
         console.print(f"step {step:>6,}: held-out loss {text}")
 
     def rows(self, step: int, geometry: dict[str, RowGeometry]) -> None:
-        """What the rows of every matrix do, at the beginning of a step."""
+        """What the rows of every matrix do after a step."""
         values = {
             path: {name: x.item() for name, x in measured._asdict().items() if x is not None}
             for path, measured in geometry.items()

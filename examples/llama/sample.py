@@ -104,8 +104,8 @@ def main(arguments: list[str]) -> None:
     corpus = prepare(config.data, config.model.vocab_size)
     mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
     program = make_program(config, mesh, corpus.end)
-    settings = cli.to_dict(config) | {"text": corpus.identity}
-    with Checkpoints(options.run / "checkpoints", config.keep, settings) as checkpoints:
+    identity = cli.identity(config, corpus.identity)
+    with Checkpoints(options.run / "checkpoints", config.keep, identity) as checkpoints:
         if not checkpoints.any():
             raise UserError(f"{options.run} holds no checkpoint")
         state, _ = checkpoints.restore(program.state)

@@ -21,13 +21,14 @@ from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
 from examples.llama.prepare import prepare
 from examples.llama.report import Report, console
 from examples.llama.sample import complete
-from examples.llama.step import accumulation, make_program
+from examples.llama.step import Program, accumulation, make_program
 
 
 class Trainer:
     """One run: its text, its mesh, its compiled step, its state, its place in the data."""
 
-    def __init__(self, config: Config, corpus: Corpus):
+    def __init__(self, config: Config, corpus: Corpus, program: Program | None = None):
+        """`program`, where given, is that of a run that differs in rates and seed alone."""
         if corpus.vocab_size > config.model.vocab_size:
             raise UserError(
                 f"model.vocab_size {config.model.vocab_size} is less than the "
@@ -41,7 +42,7 @@ class Trainer:
             for split in ("train", "held_out")
         )
         self.mesh = sharding.make_mesh(config.mesh)
-        self.program = make_program(config, self.mesh, corpus.end)
+        self.program = program or make_program(config, self.mesh, corpus.end)
         self.batches = data.train_batches(source, config.batch, config.seed, self.shard)
         self.step = 0
 
@@ -55,6 +56,13 @@ class Trainer:
         self.batches.set_state(place)
         self.step = int(self.state.step)
 
+    def advance(self) -> dict[str, jax.Array]:
+        """One step; returns its metrics without waiting for them."""
+        self.tokens = sharding.put_batch(next(self.batches), self.mesh)
+        self.state, metrics = self.program.train(self.state, self.tokens, self.rates)
+        self.step += 1
+        return metrics
+
     def fit(self, checkpoints: Checkpoints, report: Report, stopped: Callable[[int], bool]) -> None:
         """Trains to the last step, or until `stopped(step)`, and saves.
 
@@ -63,21 +71,20 @@ class Trainer:
         Raises:
             UserError: a gradient was not finite; the state from before it is saved.
         """
-        config, program = self.config, self.program
+        config = self.config
         self.places = deque([(self.step, self.batches.get_state())], config.log_every + 2)
         waiting = None
         while self.step < config.steps and not stopped(self.step):
-            tokens = sharding.put_batch(next(self.batches), self.mesh)
-            if config.geometry_every and self.step % config.geometry_every == 0:
-                with report.aside():
-                    report.rows(self.step, program.geometry(self.state, tokens, self.rates))
-            self.state, metrics = program.train(self.state, tokens, self.rates)
-            self.step += 1
+            metrics = self.advance()
             self.places.append((self.step, self.batches.get_state()))
             if waiting:
                 self._check(waiting[1], checkpoints)
                 report.training(*waiting)
             waiting = (self.step, metrics) if self._due(config.log_every) else None
+            if config.geometry_every and self.step % config.geometry_every == 0:
+                with report.aside():
+                    rows = self.program.geometry(self.state, self.tokens, self.rates)
+                    report.rows(self.step, rows)
             if self._due(config.eval_every) or self._due(config.save_every):
                 self._check(metrics, checkpoints)
                 if waiting:
@@ -186,7 +193,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
     settings = cli.to_dict(dataclasses.replace(config, name=folder.name))
     trainer.show()
     folder.mkdir(parents=True, exist_ok=True)
-    identity = settings | {"text": trainer.corpus.identity}
+    identity = cli.identity(config, trainer.corpus.identity)
     with Checkpoints(folder / "checkpoints", config.keep, identity) as checkpoints:
         if config.resume and checkpoints.any():
             trainer.resume(checkpoints)

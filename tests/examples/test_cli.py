@@ -222,7 +222,7 @@ class TestCheckpoints:
 
     def test_foreign(self, finished):
         folder = finished.out / finished.name / "checkpoints" / "2"
-        shutil.rmtree(folder / "settings")
+        shutil.rmtree(folder / "identity")
         assert "checkpoints/2 cannot be read" in self.refused(finished)
 
 
