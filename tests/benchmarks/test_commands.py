@@ -1,0 +1,101 @@
+"""The benchmarks at their smallest: what they count and write, not how fast anything is."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import collectives, measure, paper_table, step
+from benchmarks.sets import SETS, matrices, row_axes
+
+
+def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
+    path = tmp_path / "new" / "results.json"
+    args = step.Args(
+        ("tiny",), layouts=("stacked",), rows=("first",), seconds=0, repeats=1, json=path
+    )
+    rows = step.main(args)
+    written = json.loads(path.read_text())
+    assert written["steps"] == rows
+    assert written["machine"]["jax"] == jax.__version__
+    assert [row["optimizer"] for row in rows] == ["adamw", "nora"]
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 172)
+    for row in rows:
+        assert row["weights"] == weights
+        seconds_at_limit = 20 * weights / written["copy_bytes_a_second"]
+        assert row["of_limit"] == pytest.approx(1e-3 * row["milliseconds"] / seconds_at_limit)
+    assert rows[0]["of_adamw"] == 1
+    assert rows[1]["of_adamw"] == rows[1]["milliseconds"] / rows[0]["milliseconds"]
+    assert "one step, float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", ["first", "last"])
+@pytest.mark.parametrize("layout", ["stacked", "leaves"])
+def test_sets_have_the_same_weights_and_rows_in_every_layout(layout, rows):
+    reduction, output = row_axes(layout, rows)
+    shapes = matrices(SETS["tiny"], layout, rows)
+    assert sum(jnp.zeros(s).size for s in shapes.values()) == 2 * (4 * 64 * 64 + 3 * 64 * 172)
+    gate = next(shape for name, shape in shapes.items() if name.startswith("gate"))
+    assert gate[reduction] == 64
+    assert gate[output] == 172
+
+
+def test_time_steps_runs_the_step_and_sees_its_memory():
+    def step(x, y):
+        return jnp.tanh(x @ y)
+
+    timing = measure.time_steps(step, jnp.ones((64, 64)), jnp.ones((64, 64)), seconds=0, repeats=3)
+    assert 0 < timing.seconds < 1
+    assert timing.compile_seconds > 0
+    assert measure.copy_bandwidth() > 1e8  # no machine is as slow as 0.1 GB/s
+
+
+def test_a_case_out_of_memory_is_a_row_that_says_so(capsys):
+    def run(case):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 TB\nmore")
+
+    rows = measure.rows_with_progress("t", [paper_table.Case((2, 3))], run)
+    assert rows == [{"shape": (2, 3), "error": "RESOURCE_EXHAUSTED: 1 TB"}]
+    measure.show("t", {"milliseconds": "ms|.3f"}, rows)
+    assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
+
+
+def test_paper_table_holds_both_ways_beside_the_papers_numbers():
+    rows = paper_table.main(paper_table.Args(largest=512 * 512, seconds=0, repeats=1))
+    assert [row["shape"] for row in rows] == ["512 × 512"]
+    assert rows[0]["ratio"] == rows[0]["newton_schulz_ms"] / rows[0]["row_ms"]
+    assert rows[0]["paper_ratio"] == pytest.approx(9.52, abs=0.01)  # as printed in the paper
+
+
+def test_both_ways_of_the_paper_table_do_what_they_say():
+    h, w = jax.random.normal(jax.random.key(0), (2, 24, 40))
+    d = paper_table.project_normalize(h, w)
+    assert jnp.allclose(jnp.linalg.norm(d, axis=1), 1, atol=1e-6)
+    assert jnp.allclose(jnp.sum(d * w, axis=1), 0, atol=1e-5)
+    # Five iterations bring singular values to about 1, within the 0.3 that Muon's authors accept.
+    values = jnp.linalg.svd(paper_table.newton_schulz(h, w), compute_uv=False)
+    assert jnp.all(jnp.abs(values - 1) < 0.35)
+
+
+def test_collectives_are_counted_by_kind_and_size():
+    hlo = """
+      %a = (f32[2,3]{1,0}, bf16[4]{0}) all-reduce(%x, %y), replica_groups={{0,1}}
+      %b = f32[8]{0} all-gather-start(%z), dimensions={0}
+      %c = f32[8]{0} all-gather-done(%b)
+      %d = f32[8]{0} add(%b, %b)
+      %e = pred[5]{0} collective-permute(%p)
+    """
+    assert collectives.collective_bytes(hlo) == {
+        "all-reduce": 2 * 3 * 4 + 4 * 2,
+        "all-gather": 32,
+        "collective-permute": 5,
+    }
+
+
+def test_nora_sends_sums_of_rows_and_muon_sends_matrices():
+    rows = collectives.main(collectives.Args(set="tiny", devices=(4,)))
+    sent = {(row["split"], row["optimizer"]): row["bytes_a_row"] for row in rows}
+    assert sent["output", "adamw"] == sent["reduction", "adamw"] == sent["output", "nora"] == 0
+    assert sent["reduction", "nora"] == 16  # two sums of float32, twice
+    assert min(sent["output", "muon"], sent["reduction", "muon"]) > 4 * 64  # whole rows
