@@ -39,12 +39,12 @@ def rotate(x_BxTxHxC: Array, positions_T: Array, theta: float) -> Array:
 
 
 class Parts:
-    """Makes the layers of one model: all of them share initializer and dtypes."""
+    """Makes the layers of one model: all of them share initializer and dtype."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, param_dtype, dtype):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
         self.config = config
         self.init = nnx.initializers.normal(config.init_std)
-        self.common = {"rngs": rngs, "param_dtype": param_dtype, "dtype": dtype}
+        self.common = {"rngs": rngs, "dtype": dtype}
 
     def linear(self, fan_in: int, fan_out: int) -> nnx.Linear:
         return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=self.init, **self.common)
@@ -125,8 +125,7 @@ class Llama(nnx.Module):
     Args:
         config: the shape.
         key: a PRNG key; block i gets the same weights whether the blocks are stacked or not.
-        param_dtype: dtype of the parameters.
-        dtype: dtype of the computation.
+        dtype: of the computation; parameters are drawn in float32.
         scan_layers: stack the blocks' parameters on a leading axis and scan over it.
         remat: "none", "dots" or "full".
         activations: where the residual stream lives, when the mesh has more than one device.
@@ -137,18 +136,17 @@ class Llama(nnx.Module):
         config: ModelConfig,
         key: Array,
         *,
-        param_dtype=jnp.float32,
         dtype=jnp.float32,
         scan_layers: bool = False,
         remat: str = "none",
         activations: jax.sharding.NamedSharding | None = None,
     ):
         def block(key: Array) -> Block:
-            return Block(Parts(config, nnx.Rngs(key), param_dtype, dtype))
+            return Block(Parts(config, nnx.Rngs(key), dtype))
 
         key, block_key = jax.random.split(key)
         keys = jax.random.split(block_key, config.layers)
-        parts = Parts(config, nnx.Rngs(key), param_dtype, dtype)
+        parts = Parts(config, nnx.Rngs(key), dtype)
         self.config, self.activations = config, activations
         self.scan_layers, self.remat = scan_layers, remat
         self.embed = parts.embed()

@@ -63,7 +63,6 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         return Llama(
             config.model,
             key,
-            param_dtype=jnp.bfloat16 if config.precision.startswith("bfloat16") else jnp.float32,
             dtype=jnp.float32 if config.precision == "float32" else jnp.bfloat16,
             scan_layers=config.scan_layers,
             remat=config.remat,
@@ -72,6 +71,8 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
 
     def init(key: Array) -> State:
         params = nnx.to_pure_dict(nnx.state(make_model(key), nnx.Param))
+        if config.precision.startswith("bfloat16"):
+            params = optax.tree.cast(params, jnp.bfloat16)
         opt_state = make_optimizer(config, Rates(0.0, 0.0)).init(params)
         return State(params, opt_state, jnp.int32(0), jnp.int32(-1))
 

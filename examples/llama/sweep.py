@@ -1,9 +1,9 @@
 """Compares optimizers: `python -m examples.llama.sweep --grid GRID.yaml --out ROWS.jsonl`.
 
-A grid is a list of tables of fields; where a field is a list, all combinations are run. Rows are
-written as they end, and a run whose row is there is skipped: a sweep can be stopped at any time, and
-go on on another machine. Rates and seeds are arguments of the compiled step, so that all runs that
-differ only in them share one compile.
+A grid is a list of tables of fields; where a field is a list, all combinations are run. A row is
+written as each run ends, and a run whose row is there is skipped: a sweep can be stopped at any
+time, and go on on another machine. Rates and seeds are arguments of the compiled step, so that all
+runs that differ in them alone share one compile.
 """
 
 import dataclasses

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -131,9 +132,9 @@ def test_unknown_fields_of_a_file_are_named(run, tmp_path, capsys):
 
 def test_flags_go_before_the_file_before_the_preset(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("{preset: 135m, model: {layers: 3, width: 64}, scan_layers: true, clip: 1e-1}")
+    path.write_text("{preset: 135m, model: {layers: 3, width: 96}, scan_layers: true, clip: 1e-1}")
     config = cli.parse(["--config", str(path), "--model.layers", "5"])
-    assert (config.model.layers, config.model.width) == (5, 64)
+    assert (config.model.layers, config.model.width) == (5, 96)
     assert config.model.heads == PRESETS["135m"].model.heads
     assert (config.scan_layers, config.clip) == (True, 0.1)
     assert not cli.parse(["--config", str(path), "--no-scan-layers"]).scan_layers
@@ -238,13 +239,18 @@ def main(arguments):
     train.train(cli.parse(arguments), stopped=lambda step: bool(limit(step)))
 cli.run_main(main)
 """
+    one_device = os.environ | {"XLA_FLAGS": ""}
     arguments = f"--out {tmp_path} --name run --data.path {corpus.folder} --steps 8 --batch 2"
     arguments += " --save-every 4 --eval-every 4 --model.vocab-size 304 --model.layers 1"
     ended = subprocess.run(
-        [sys.executable, "-c", script, *arguments.split(" ")], capture_output=True, text=True
+        [sys.executable, "-c", script, *arguments.split(" ")],
+        capture_output=True,
+        text=True,
+        env=one_device,
     )
     assert ended.returncode == 1
     assert "cannot be written to" in ended.stderr.splitlines()[-1]
     assert ended.stderr.splitlines()[-1].endswith("the last good one is step 4")
     resumed = f"--resume --out {tmp_path} --name run".split(" ")
-    subprocess.run([sys.executable, "-m", "examples.llama.train", *resumed], check=True)
+    command = [sys.executable, "-m", "examples.llama.train", *resumed]
+    subprocess.run(command, check=True, env=one_device)
