@@ -1,4 +1,4 @@
-"""Flax NNX: real modules train under `nnx.Optimizer`, each leaf by the optimizer it is routed to."""
+"""Flax NNX: real modules train under `nnx.Optimizer`, each leaf by the optimizer it belongs to."""
 
 import chex
 import jax
@@ -91,11 +91,13 @@ CASES = {
             **{f"attention/{name}/kernel": (0,) for name in ("query", "key", "value")},
             "attention/out/kernel": (0, 1),
         },
-        optax_nora.by_path({
-            "attention/out/kernel": MuonDimensionNumbers((0, 1), 2),
-            "attention/*/kernel": MuonDimensionNumbers(0, (1, 2)),
-            "conv/kernel": MuonDimensionNumbers((0, 1), 2),
-        }),
+        optax_nora.by_path(
+            {
+                "attention/out/kernel": MuonDimensionNumbers((0, 1), 2),
+                "attention/*/kernel": MuonDimensionNumbers(0, (1, 2)),
+                "conv/kernel": MuonDimensionNumbers((0, 1), 2),
+            }
+        ),
     ),
     "nnx.scan": Case(
         Scanned,
@@ -209,7 +211,9 @@ class NamedAttention(nnx.Module):
     """Attention and stacked layers whose parameters carry logical axis names."""
 
     def __init__(self, rngs):
-        def named(*names, init=nnx.initializers.lecun_normal()):
+        normal = nnx.initializers.lecun_normal()
+
+        def named(*names, init=normal):
             return nnx.with_partitioning(init, names, sharding_rules=tuple(AXES.items()))
 
         def layer(rngs):

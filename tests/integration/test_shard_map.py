@@ -31,7 +31,8 @@ def mesh():
 
 def random_tree(seed, names, shapes=SHAPES):
     keys = jax.random.split(jax.random.key(seed), len(names))
-    return {name: jax.random.normal(key, shapes[name]) for name, key in zip(names, keys, strict=True)}
+    pairs = zip(names, keys, strict=True)
+    return {name: jax.random.normal(key, shapes[name]) for name, key in pairs}
 
 
 def steps_of(tx):
@@ -69,9 +70,7 @@ def test_equals_unsharded(mesh, name):
     compare(
         mesh,
         SPECS[name],
-        lambda numbers: optax_nora.nora(
-            0.05, weight_decay=0.1, weight_dimension_numbers=numbers
-        ),
+        lambda numbers: optax_nora.nora(0.05, weight_decay=0.1, weight_dimension_numbers=numbers),
     )
 
 
@@ -79,9 +78,7 @@ def test_row_scale_rms(mesh):
     compare(
         mesh,
         SPECS["reduction and output"],
-        lambda numbers: optax_nora.nora(
-            0.05, row_scale="rms", weight_dimension_numbers=numbers
-        ),
+        lambda numbers: optax_nora.nora(0.05, row_scale="rms", weight_dimension_numbers=numbers),
     )
 
 

@@ -135,7 +135,8 @@ def test_patterns_of_paths(kind):
     build = TREES[kind]
     params = build(k=KERNEL, b=BIAS, h=HEAD)
     default = leaves(build, optax_nora.matrix_mask(params))
-    routed = leaves(build, optax_nora.matrix_mask(params, optax_nora.by_path({PATTERNS[kind]: None})))
+    rule = optax_nora.by_path({PATTERNS[kind]: None})
+    routed = leaves(build, optax_nora.matrix_mask(params, rule))
     assert default == {"k": True, "b": False, "h": False}
     assert routed == {"k": False, "b": False, "h": False}
 

@@ -1,4 +1,4 @@
-"""Everything of optax that wraps an optimizer wraps ours, and changes nothing but what it should."""
+"""What wraps an optimizer in optax wraps ours, and changes nothing but what it should."""
 
 import chex
 import jax
@@ -166,9 +166,7 @@ class TestPartition:
     def test_each_part_as_if_alone(self, params):
         numbers = optax_nora.by_path({"up/kernel": MuonDimensionNumbers(1, 0)})
         nora = optax_nora.nora(0.02, weight_dimension_numbers=numbers)
-        tx = optax.partition(
-            {"nora": nora, "sgd": optax.sgd(0.5)}, {"up": "nora", "down": "sgd"}
-        )
+        tx = optax.partition({"nora": nora, "sgd": optax.sgd(0.5)}, {"up": "nora", "down": "sgd"})
         grads = gradients(params)
         got, _ = run(tx, params, grads)
         for layer, alone in (("up", nora), ("down", optax.sgd(0.5))):
@@ -271,9 +269,9 @@ class TestInjectHyperparams:
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_bfloat16_parameters(self, params, name):
         params = optax.tree.cast(params, jnp.bfloat16)
-        tx = optax.inject_hyperparams(OPTIMIZERS[name], hyperparam_dtype=jnp.float32)(**{
-            "learning_rate": 0.02
-        })
+        tx = optax.inject_hyperparams(OPTIMIZERS[name], hyperparam_dtype=jnp.float32)(
+            **{"learning_rate": 0.02}
+        )
         state = tx.init(params)
         _, new = jax.eval_shape(tx.update, params, state, params)
         chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
