@@ -107,7 +107,9 @@ def draw_sweep(rows: list[dict], out: Path) -> None:
     axes = figure.subplots()
     for name in dict.fromkeys(row["name"] for row in rows):
         losses = losses_by_rate(rows, name)
-        axes.plot(losses, [statistics.mean(seeds) for seeds in losses.values()], "o-", label=name)
+        axes.plot(
+            list(losses), [statistics.mean(seeds) for seeds in losses.values()], "o-", label=name
+        )
     axes.set(xlabel="learning rate of matrices", ylabel="held-out loss", xscale="log")
     axes.legend()
     figure.savefig(out, dpi=120)
