@@ -1,12 +1,13 @@
 """The benchmarks at their smallest: what they count and write, not how fast anything is."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import collectives, measure, paper_table, step
+from benchmarks import collectives, measure, paper_table, plot, step
 from benchmarks.sets import SETS, matrices, row_axes
 
 
@@ -99,3 +100,13 @@ def test_nora_sends_sums_of_rows_and_muon_sends_matrices():
     assert sent["output", "adamw"] == sent["reduction", "adamw"] == sent["output", "nora"] == 0
     assert sent["reduction", "nora"] == 16  # two sums of float32, twice
     assert min(sent["output", "muon"], sent["reduction", "muon"]) > 4 * 64  # whole rows
+
+
+def test_plot_draws_the_same_file_from_the_same_results(tmp_path):
+    results = Path(__file__).parents[2] / "docs" / "results" / "step-h100.json"
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        plot.main(plot.Args(results, picture))
+    first, second = (picture.read_text() for picture in pictures)
+    assert first == second
+    assert "what the memory allows" in first
