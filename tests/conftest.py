@@ -3,8 +3,12 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Devices that wait for each other longer than the terminate timeout (40 s by default) abort the
+# process; eight of them on two busy cores may well.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 
 import hypothesis
