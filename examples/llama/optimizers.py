@@ -67,7 +67,10 @@ RECIPES = {
     "rmnp": Recipe(optax_nora.baselines.rmnp, 0.005),
     "mano": Recipe(optax_nora.baselines.mano, 0.005),
     "muon": Recipe(optax_nora.baselines.muon, 0.01),
+    "sso": Recipe(optax_nora.baselines.sso, 0.01),
     "adamw": Recipe(_plain(_adamw), 0.002),
+    "adamp": Recipe(optax_nora.baselines.adamp, 0.002),
+    "sgdp": Recipe(optax_nora.baselines.sgdp, 0.1),
     "sgd": Recipe(_plain(_sgd), 0.3),
 }
 

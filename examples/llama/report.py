@@ -10,32 +10,59 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from examples.llama.config import Config, ModelConfig
 from examples.llama.evaluate import HeldOut
 from optax_nora import RowGeometry
 
 console = Console(highlight=False)
+
+# bfloat16 FLOP/s of one device, dense, from the vendors' data sheets
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
 
 
 def _until(done: int, path: Path) -> list[dict]:
     """Cuts off what came after step `done`, which is going to be done again."""
     if not path.is_file():
         return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [line for line in lines if line["step"] <= done and done]
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]  # whole ones
+    kept = [line for line in map(json.loads, lines) if line["step"] <= done and done]
     whole = path.with_suffix(".tmp")
     whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
     whole.replace(path)
     return kept
 
 
+def flops_a_token(model: ModelConfig) -> float:
+    """Of forward and backward pass: 6 a weight, and 6 a channel and position of causal attention.
+
+    That is 2 a weight forward and 4 backward. A token attends to half of the context on average:
+    scores and mixing are 2 * 2 * context / 2 * width forward. Rematerialization does not count.
+    """
+    attention = 2 * model.width * (model.heads + model.key_heads) * model.head_dim
+    block = attention + 3 * model.width * model.mlp_width
+    products = model.layers * block + model.vocab_size * model.width
+    return 6 * products + 6 * model.layers * model.context * model.width
+
+
 class Report:
     """Writes metrics.jsonl and draws progress. Only the first process does either.
 
-    Seconds count training alone: `aside` leaves out evaluations, checkpoints and the compile.
+    Seconds count training alone: `aside` leaves out evaluations and checkpoints.
     """
 
-    def __init__(self, folder: Path, steps: int, done: int, tokens_a_step: int):
-        self.tokens_a_step = tokens_a_step
+    def __init__(self, folder: Path, config: Config, done: int):
+        self.tokens_a_step = config.batch * config.model.context
+        peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+        self.peak_speed = peak and peak * jax.device_count() / flops_a_token(config.model)
         path = folder / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         kept = _until(done, path)
         self.seconds = kept[-1]["seconds"] if kept else 0.0
@@ -44,13 +71,19 @@ class Report:
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(),
             console=console,
             disable=jax.process_index() > 0,
         )
-        self.task = self.progress.add_task("", total=steps, completed=done, loss="-", speed="-")
-        self.timed_step, self.clock = done, time.perf_counter()
+        self.task = self.progress.add_task(
+            "", total=config.steps, completed=done, loss="-", speed="-"
+        )
+        self.restart_clock(done)
+
+    def restart_clock(self, step: int) -> None:
+        """What passed since the last line, such as a compile, does not count."""
+        self.timed_step, self.clock = step, time.perf_counter()
 
     def __enter__(self):
         self.progress.start()
@@ -75,13 +108,20 @@ class Report:
         passed = time.perf_counter() - self.clock
         speed = (step - self.timed_step) * self.tokens_a_step / passed
         self.seconds += passed
-        self.timed_step, self.clock = step, time.perf_counter()
-        self.write(step, **values, tokens_per_second=round(speed))
-        shown = {"loss": f"{values['loss']:.3f}", "speed": f"{speed:,.0f}"}
-        self.progress.update(self.task, completed=step, **shown)
+        self.restart_clock(step)
+        values["tokens_per_second"] = round(speed)
+        shown = f"{speed:,.0f} tokens/s"
+        if self.peak_speed:
+            values["mfu"] = round(speed / self.peak_speed, 4)
+            shown += f", {speed / self.peak_speed:.0%} MFU"
+        self.write(step, **values)
+        loss = f"{values['loss']:.3f}"
+        self.progress.update(self.task, completed=step, loss=loss, speed=shown)
 
     def held_out(self, step: int, result: HeldOut, **more) -> None:
         values = {"held_out_loss": result.loss, "held_out_perplexity": result.perplexity}
+        if memory := jax.local_devices()[0].memory_stats():  # CPUs do not tell
+            values["peak_bytes"] = memory["peak_bytes_in_use"]
         self.write(step, **values, **more)
         text = f"{result.loss:.4f} nats a token, perplexity {result.perplexity:,.1f}"
         console.print(f"step {step:>6,}: held-out loss {text}")

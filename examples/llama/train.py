@@ -73,32 +73,37 @@ class Trainer:
         """
         config = self.config
         self.places = deque([(self.step, self.batches.get_state())], config.log_every + 2)
-        waiting = None
+        waiting, first = [], self.step
         while self.step < config.steps and not stopped(self.step):
             metrics = self.advance()
+            if self.step == first + 1:
+                jax.block_until_ready(metrics)  # compiled by now: the clock starts here
+                report.restart_clock(self.step)
             self.places.append((self.step, self.batches.get_state()))
-            if waiting:
-                self._check(waiting[1], checkpoints)
-                report.training(*waiting)
-            waiting = (self.step, metrics) if self._due(config.log_every) else None
+            self._log(waiting, checkpoints, report)
+            if self._due(config.log_every):
+                waiting.append((self.step, metrics))
             if config.geometry_every and self.step % config.geometry_every == 0:
                 with report.aside():
                     rows = self.program.geometry(self.state, self.tokens, self.rates)
                     report.rows(self.step, rows)
             if self._due(config.eval_every) or self._due(config.save_every):
                 self._check(metrics, checkpoints)
-                if waiting:
-                    report.training(*waiting)
-                    waiting = None
+                self._log(waiting, checkpoints, report)
                 with report.aside():
                     if self._due(config.eval_every):
                         report.held_out(self.step, self.measure())
                     if self._due(config.save_every):
                         self._save(checkpoints)
-        if waiting:
-            self._check(waiting[1], checkpoints)
-            report.training(*waiting)
+        self._log(waiting, checkpoints, report)
         self._save(checkpoints)
+
+    def _log(self, waiting: list, checkpoints: Checkpoints, report: Report) -> None:
+        """Writes the metrics that wait to be looked at."""
+        while waiting:
+            step, metrics = waiting.pop(0)
+            self._check(metrics, checkpoints)
+            report.training(step, metrics)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
@@ -200,8 +205,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
         else:
             (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
             trainer.start()
-        tokens = config.batch * config.model.context
-        with Report(folder, config.steps, trainer.step, tokens) as report:
+        with Report(folder, config, trainer.step) as report:
             if trainer.step == 0:
                 with report.aside():
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)

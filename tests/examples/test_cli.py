@@ -231,13 +231,15 @@ class TestCheckpoints:
 def test_a_full_disk_leaves_the_last_good_checkpoint(corpus, tmp_path):
     """Files of a process may not grow beyond a limit that is lowered after the first checkpoint."""
     script = """
-import resource, signal
+import pathlib, resource, signal, time
 from examples.llama import cli, train
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit = lambda step: step == 5 and resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-def main(arguments):
-    train.train(cli.parse(arguments), stopped=lambda step: bool(limit(step)))
-cli.run_main(main)
+def limit(step):
+    while step == 5 and not pathlib.Path("{tmp_path}/run/checkpoints/4").exists():
+        time.sleep(0.1)
+    if step == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+cli.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
 """
     one_device = os.environ | {"XLA_FLAGS": ""}
     arguments = f"--out {tmp_path} --name run --data.path {corpus.folder} --steps 8 --batch 2"
