@@ -169,8 +169,7 @@ def test_trains_and_routes_alike_at_init_and_at_update(case):
 
 def test_split_and_merge_is_the_same_run():
     """The plain `jax.jit` way, on `nnx.State`."""
-    case = CASES["nnx.List"]
-    model = Model(case.body, nnx.Rngs(0))
+    model = Model(Block, nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
     tx = optax_nora.nora(0.05)
 
@@ -190,7 +189,7 @@ def test_split_and_merge_is_the_same_run():
 
 
 def test_low_precision_parameters():
-    model = Model(Listed, nnx.Rngs(0))
+    model = Model(Block, nnx.Rngs(0))
     nnx.update(model, optax.tree.cast(nnx.state(model, nnx.Param), jnp.bfloat16))
     tx = optax_nora.with_float32_master(optax_nora.nora(0.05))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
