@@ -11,7 +11,7 @@ import optax
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import scale_by_momentum
-from optax_nora._routing import WeightDimensionNumbers, routed_tree
+from optax_nora._routing import WeightDimensionNumbers, check_matched, routed_tree
 from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
 
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -160,6 +160,7 @@ def matrices_and_adamw(
 
     def init(params: PyTree) -> PyTree:
         map_leaves(_require_floating, params)
+        check_matched(params, numbers)
         goes = jax.tree.leaves(labels(params))
         if goes and "matrix" not in goes:
             warnings.warn(

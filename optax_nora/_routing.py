@@ -65,19 +65,9 @@ def route(leaf: Leaf, rule: Rule) -> Rows | None:
 
 
 def check(tree: PyTree, rule: Rule) -> None:
-    """Raise what is wrong with ``rule`` for the parameters ``tree``, all leaves in one error."""
-    nodes, _ = nodes_with_paths(tree)
-    if nodes and (unmatched := rule.unmatched([path for path, _ in nodes])):
-        known = ", ".join("/".join(path) for path, _ in nodes[:8])
-        message = (
-            f"weight_dimension_numbers speaks of {', '.join(unmatched)}, which matches no leaf; "
-            f"the leaves are {known}{', ...' if len(nodes) > 8 else ''}"
-        )
-        if isinstance(rule, Listed):
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=2)
+    """Raise what is wrong with ``rule`` for the leaves of ``tree``; all ambiguous ones in one."""
     ambiguous: list[AmbiguousAxesError] = []
-    for path, node in nodes:
+    for path, node in nodes_with_paths(tree)[0]:
         if (array := array_of(node)) is not None:
             try:
                 route(describe(path, array), rule)
@@ -85,6 +75,22 @@ def check(tree: PyTree, rule: Rule) -> None:
                 ambiguous.append(error)
     if ambiguous:
         raise ValueError(_how_to_route(ambiguous))
+
+
+def check_matched(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers) -> None:
+    """Raise for a tree of specs, warn for patterns, that speak of leaves which are not there."""
+    rule = as_rule(weight_dimension_numbers, Default(), params)
+    paths = [path for path, _ in nodes_with_paths(params)[0]]
+    if not paths or not (unmatched := rule.unmatched(paths)):
+        return
+    known = ", ".join("/".join(path) for path in paths[:8])
+    message = (
+        f"weight_dimension_numbers speaks of {', '.join(unmatched)}, which matches no leaf; "
+        f"the leaves are {known}{', ...' if len(paths) > 8 else ''}"
+    )
+    if isinstance(rule, Listed):
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=3)
 
 
 def _how_to_route(errors: Sequence[AmbiguousAxesError]) -> str:
@@ -173,6 +179,7 @@ def infer_dimension_numbers(
       >>> optax_nora.infer_dimension_numbers(params)['dense']['kernel']
       MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
     """
+    check_matched(params, weight_dimension_numbers)
     return routed_tree(
         lambda leaf, rows: rows and MuonDimensionNumbers(rows.reduction, rows.output),
         params,
@@ -197,4 +204,5 @@ def matrix_mask(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers
       >>> import optax, optax_nora
       >>> tx = optax.masked(optax_nora.row_normalize(), optax_nora.matrix_mask)
     """
+    check_matched(params, weight_dimension_numbers)
     return routed_tree(lambda leaf, rows: rows is not None, params, weight_dimension_numbers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optax_nora._axes import Rows
 from optax_nora._leaves import Leaf, PyTree
-from optax_nora._routing import WeightDimensionNumbers, routed_tree
+from optax_nora._routing import WeightDimensionNumbers, check_matched, routed_tree
 from optax_nora._rows import check_row_scale, row_scale_of
 
 
@@ -45,6 +45,7 @@ def summarize(
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
     check_row_scale(row_scale, base_fan_in, rms)
+    check_matched(params, weight_dimension_numbers)
     head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
     table: list[tuple[str, ...]] = [head]
     sizes: dict[str, list[int]] = {"nora": [], "adamw": []}

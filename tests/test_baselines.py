@@ -209,3 +209,12 @@ def test_muon_is_optaxs(momentum):
 def test_muon_looks_ahead_or_not():
     with pytest.raises(ValueError, match=r"momentum=0.5.*with beta \(momentum=None\) or not at"):
         baselines.muon(0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize("name", ["muon", "sso"])
+def test_split_matrices_are_refused(name):
+    rule = optax_nora.in_shard_map({"kernel": jax.sharding.PartitionSpec(None, "x")})
+    tx = OPTIMIZERS[name](0.1, weight_dimension_numbers=rule)
+    params = {"kernel": jnp.ones((4, 6))}
+    with pytest.raises(ValueError, match=r"multiplies whole matrices.*splits one over x"):
+        tx.update(params, tx.init(params), params)

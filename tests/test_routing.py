@@ -95,6 +95,10 @@ def test_a_tree_that_does_not_match():
 def test_a_pattern_that_matches_nothing_is_told():
     with pytest.warns(UserWarning, match="speaks of mpl, which matches no leaf; the leaves are"):
         infer_dimension_numbers(PARAMS, by_path({"mpl": None}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optax_nora.nora(0.1, weight_dimension_numbers=by_path({"mpl": None})).init(PARAMS)
+    assert len(told) == 1  # however many transformations route
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         infer_dimension_numbers(PARAMS, by_path({"mlp": None}))

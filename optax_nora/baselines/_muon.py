@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax_nora._axes import Rows
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, map_rows
-from optax_nora.baselines._signature import check_momentum, like_nora
+from optax_nora.baselines._signature import check_momentum, like_nora, require_whole
 
 
 @like_nora()
@@ -35,6 +35,7 @@ def muon(
 
     def numbers(updates: PyTree) -> PyTree:
         def spec(rows: Rows, _: Any) -> MuonDimensionNumbers:
+            require_whole(rows)
             return MuonDimensionNumbers(rows.reduction, rows.output)
 
         return map_rows(spec, weight_dimension_numbers, updates)

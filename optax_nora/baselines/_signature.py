@@ -8,6 +8,7 @@ from typing import Any
 import optax
 from jax.core import Tracer
 
+from optax_nora._axes import Rows
 from optax_nora._nora import matrices_and_adamw, nora
 
 Direction = Callable[..., optax.GradientTransformation]
@@ -58,3 +59,12 @@ def check_momentum(momentum: Any, reason: str) -> None:
     if momentum is None or isinstance(momentum, Tracer) or momentum == 1:
         return
     raise ValueError(f"momentum={momentum}: {reason}")
+
+
+def require_whole(rows: Rows) -> None:
+    """Raise where `jax.shard_map` splits a matrix whose products need it whole."""
+    if rows.reduction_mesh or rows.output_mesh:
+        raise ValueError(
+            "this optimizer multiplies whole matrices, and in_shard_map splits one over "
+            f"{', '.join(rows.reduction_mesh + rows.output_mesh)}; gather it, or take nora"
+        )

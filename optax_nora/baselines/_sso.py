@@ -14,7 +14,7 @@ from optax_nora._leaves import PyTree
 from optax_nora._momentum import scale_by_momentum
 from optax_nora._routing import WeightDimensionNumbers, map_rows, matrix_mask
 from optax_nora._rows import widen
-from optax_nora.baselines._signature import like_nora
+from optax_nora.baselines._signature import like_nora, require_whole
 
 Array = jax.Array
 
@@ -26,6 +26,7 @@ QUINTICS = 5 * ((3.4445, -4.7750, 2.0315),) + 5 * ((1.875, -1.25, 0.375),)
 
 def _as_matrices(fn: Callable[..., Array], rows: Rows, *arrays: Array) -> Array:
     """``fn`` on matrices (in, out), for every matrix along the batch axes."""
+    require_whole(rows)
     shape = arrays[0].shape
     batch = rows.batch(len(shape))
     order = batch + rows.reduction + rows.output
