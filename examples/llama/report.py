@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -15,6 +16,12 @@ from examples.llama.evaluate import HeldOut
 from optax_nora import RowGeometry
 
 console = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """Prints a line as it is, above the progress bar where there is one."""
+    console.print(text, markup=False, soft_wrap=True)
+
 
 # bfloat16 FLOP/s of one device, dense, from the vendors' data sheets
 PEAK_FLOPS = {
@@ -124,7 +131,7 @@ class Report:
             values["peak_bytes"] = memory["peak_bytes_in_use"]
         self.write(step, **values, **more)
         text = f"{result.loss:.4f} nats a token, perplexity {result.perplexity:,.1f}"
-        console.print(f"step {step:>6,}: held-out loss {text}")
+        say(f"step {step:>6,}: held-out loss {text}")
 
     def rows(self, step: int, geometry: dict[str, RowGeometry]) -> None:
         """What the rows of every matrix do after a step."""
@@ -135,8 +142,9 @@ class Report:
         self.write(step, rows=values)
 
     @contextmanager
-    def aside(self):
-        """Time that is not training's."""
+    def aside(self, state: Any):
+        """Time that is not training's, from when the steps that lead to `state` have ended."""
+        jax.block_until_ready(state)
         start = time.perf_counter()
         yield
         self.clock += time.perf_counter() - start

@@ -19,7 +19,7 @@ from examples.llama.config import Config, UserError
 from examples.llama.data import Corpus
 from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
 from examples.llama.prepare import prepare
-from examples.llama.report import Report, console
+from examples.llama.report import Report, console, say
 from examples.llama.sample import complete
 from examples.llama.step import Program, accumulation, make_program
 
@@ -84,13 +84,13 @@ class Trainer:
             if self._due(config.log_every):
                 waiting.append((self.step, metrics))
             if config.geometry_every and self.step % config.geometry_every == 0:
-                with report.aside():
+                with report.aside(self.state):
                     rows = self.program.geometry(self.state, self.tokens, self.rates)
                     report.rows(self.step, rows)
             if self._due(config.eval_every) or self._due(config.save_every):
                 self._check(metrics, checkpoints)
                 self._log(waiting, checkpoints, report)
-                with report.aside():
+                with report.aside(self.state):
                     if self._due(config.eval_every):
                         report.held_out(self.step, self.measure())
                     if self._due(config.save_every):
@@ -136,7 +136,7 @@ class Trainer:
         """What is about to be trained, on what."""
         config = self.config
         for line in self.corpus.describe():
-            console.print(line)
+            say(line)
         if jax.process_index() == 0:
             optax_nora.summarize(
                 self.program.state.params,
@@ -146,7 +146,7 @@ class Trainer:
             )
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         rates = f"learning rate {self.rates.matrix:g}, of AdamW {self.rates.other:g}"
-        console.print(f"{config.optimizer}, {rates}; mesh: {axes}; {config.precision}")
+        say(f"{config.optimizer}, {rates}; mesh: {axes}; {config.precision}")
 
 
 def run_folder(config: Config) -> Path:
@@ -207,19 +207,19 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
             trainer.start()
         with Report(folder, config, trainer.step) as report:
             if trainer.step == 0:
-                with report.aside():
+                with report.aside(trainer.state):
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)
             trainer.fit(checkpoints, report, stopped)
     if trainer.step < config.steps:
-        console.print(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
+        say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return
-    console.print(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
+    say(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
     if jax.process_count() == 1:
         params = trainer.state.params
         text = complete(trainer.program.graph, params, trainer.corpus.tokenizer(), config.prompt)
-        console.print(f"sample: {text}", markup=False)
+        say(f"sample: {text}")
     plot.draw_run(folder, folder / "loss.png")
-    console.print(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
+    say(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
 
 
 def main(arguments: list[str]) -> None:
