@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import hypothesis
+import jax
+import pytest
 
 # No deadline: an example's first call compiles. CI draws the same examples every time, so that a
 # red run is the change's fault; HYPOTHESIS_PROFILE=thorough looks further.
@@ -21,3 +23,10 @@ hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast")
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_compiled_programs():
+    """Give back what a module compiled: each program maps memory, and Linux allows 65,530 maps."""
+    yield
+    jax.clear_caches()
