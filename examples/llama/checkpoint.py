@@ -86,7 +86,7 @@ class Checkpoints:
         restored = self._read(where, step, **items)
         return restored["state"], restored["place"]
 
-    def _read(self, where: str, step: int, **items) -> Any:
+    def _read(self, where: str, step: int | None, **items) -> Any:
         try:
             return self.manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # orbax and tensorstore raise many kinds for a broken file

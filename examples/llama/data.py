@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -180,6 +181,6 @@ def eval_batches(
         yield np.stack(picked + [filler] * (batch // processes - len(picked)))
 
 
-def weights(tokens: np.ndarray, end: int):
+def weights(tokens: Any, end: int) -> Any:
     """1 where the target counts: everywhere but after the end of a document."""
     return tokens[..., :-1] != end

@@ -44,10 +44,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
     topics = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.walk(ast.parse(topics.read_text("utf-8"))):
         if isinstance(node, ast.Dict):
-            yield from (
-                (f"topics.{k.value}", [v.value])
-                for k, v in zip(node.keys, node.values, strict=True)
-            )
+            yield from ((f"topics.{k}", [v]) for k, v in ast.literal_eval(node).items())
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec and spec.origin:

@@ -1,6 +1,7 @@
 """Next-token cross-entropy without ever holding all logits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ def cross_entropy(
     return _loss(hidden_BxTxD, head_DxV, targets_BxT, weights_BxT, chunk, with_grads=False)[0]
 
 
-def _loss(hidden, head, targets, weights, chunk, with_grads):
+def _loss(hidden, head, targets, weights, chunk, with_grads) -> tuple[Array, Any]:
     head = head.astype(hidden.dtype)
 
     def step(carry, xs):

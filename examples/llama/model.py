@@ -5,7 +5,7 @@ K key heads, C head_dim.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,9 @@ class Llama(nnx.Module):
         self.config, self.activations = config, activations
         self.scan_layers, self.remat = scan_layers, remat
         self.embed = parts.embed()
-        self.layers = nnx.vmap(block)(keys) if scan_layers else nnx.List([block(k) for k in keys])
+        self.layers: Any = (
+            nnx.vmap(block)(keys) if scan_layers else nnx.List([block(k) for k in keys])
+        )
         self.norm = parts.norm()
         self.lm_head = parts.linear(config.width, config.vocab_size)
 

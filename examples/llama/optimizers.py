@@ -5,7 +5,7 @@ Learning rates are arguments of the compiled step, not constants in it: one comp
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ def _plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable
             mask = optax_nora.matrix_mask(params, weight_dimension_numbers)
             return jax.tree.map(lambda matrix: "matrix" if matrix else "other", mask)
 
-        rules = {
+        rules: dict[Hashable, optax.GradientTransformation] = {
             "matrix": matrix_rule(learning_rate, weight_decay),
             "other": optax.adamw(adam_learning_rate, b2=0.95, eps=1e-10, weight_decay=0.0),
         }

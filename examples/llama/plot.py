@@ -126,10 +126,8 @@ def table(rows: list[dict]) -> list[str]:
         best = [row for row in rows if (row["name"], row["rate"]) == (name, rate)]
         seeds = [row["loss"] for row in best]
         spread = f" ± {statistics.stdev(seeds):.4f}" if len(seeds) > 1 else ""
-        reached = [
-            next((s for _, x, s in row["held_out"] if x and x <= goal), None) for row in best
-        ]
-        seconds = "never" if None in reached else f"{statistics.mean(map(float, reached)):.0f}"
+        times = [[s for _, x, s in row["held_out"] if x and x <= goal] for row in best]
+        seconds = f"{statistics.mean(t[0] for t in times):.0f}" if all(times) else "never"
         speed = statistics.mean(row["tokens_per_second"] for row in best)
         cells = (name, f"{losses[rate]:.4f}{spread}", len(seeds), f"{rate:g}")
         worst = f"{max(losses.values()) - losses[rate]:.4f} over {len(losses)} rates"

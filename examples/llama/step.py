@@ -24,8 +24,8 @@ class State(NamedTuple):
 
     params: Any
     opt_state: Any
-    step: Array  # optimizer steps done
-    bad: Array  # the first leaf whose gradient was not finite, -1 for none
+    step: Any  # optimizer steps done
+    bad: Any  # the first leaf whose gradient was not finite, -1 for none
 
 
 class Program(NamedTuple):
