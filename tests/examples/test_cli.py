@@ -230,7 +230,7 @@ class TestCheckpoints:
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(corpus, tmp_path):
     """Files of a process may not grow beyond a limit that is lowered after the first checkpoint."""
-    script = """
+    script = f"""
 import pathlib, resource, signal, time
 from examples.llama import cli, train
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -249,10 +249,11 @@ cli.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
         capture_output=True,
         text=True,
         env=one_device,
+        timeout=300,
     )
     assert ended.returncode == 1
     assert "cannot be written to" in ended.stderr.splitlines()[-1]
     assert ended.stderr.splitlines()[-1].endswith("the last good one is step 4")
     resumed = f"--resume --out {tmp_path} --name run".split(" ")
     command = [sys.executable, "-m", "examples.llama.train", *resumed]
-    subprocess.run(command, check=True, env=one_device)
+    subprocess.run(command, check=True, env=one_device, timeout=300)
