@@ -61,31 +61,31 @@ def wait_for(path, lines: int, process: subprocess.Popen) -> None:
 
 
 def test_sigterm_saves_and_the_run_goes_on(start, tmp_path):
-    settings = "--steps 60 --batch 4 --log-every 1 --eval-every 60 --save-every 60"
+    settings = "--steps 400 --batch 4 --log-every 1 --eval-every 400 --save-every 400"
     finish(start(settings, "--name whole"))
     stopped = start(settings, "--name parts")
     wait_for(tmp_path / "parts" / "metrics.jsonl", 5, stopped)
     stopped.send_signal(signal.SIGTERM)
     assert "go on with --resume --name parts" in finish(stopped)
-    assert 3 < metrics(tmp_path / "parts")[-1]["step"] < 60
+    assert 3 < metrics(tmp_path / "parts")[-1]["step"] < 400
     finish(start("--resume --name parts"))
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
 
 def test_a_run_killed_at_random_ends_with_the_same_bits(start, tmp_path):
     """Killed in the middle of steps and of saves: every second step is saved."""
-    settings = "--steps 40 --batch 4 --log-every 1 --eval-every 20 --save-every 2"
+    kills = int(os.environ.get("KILLS", "3"))
+    steps = 40 * (kills + 1)  # a round is killed long before 40
+    settings = f"--steps {steps} --batch 4 --log-every 1 --eval-every 20 --save-every 2"
     finish(start(settings, "--name whole"))
     rng = random.Random(0)
     process = start(settings, "--name parts")
-    kills = 0
-    while kills < int(os.environ.get("KILLS", "3")):
-        lines = len(metrics(tmp_path / "parts")) if kills else 0
+    for killed in range(kills):
+        lines = len(metrics(tmp_path / "parts")) if killed else 0
         wait_for(tmp_path / "parts" / "metrics.jsonl", lines + rng.randrange(1, 8), process)
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
         process.communicate()
-        kills += 1
         process = start("--resume --name parts")
     finish(process)
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
