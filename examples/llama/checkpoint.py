@@ -1,5 +1,6 @@
 """Checkpoints: parameters, optimizer state, place in the data, and the settings of the run."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_):
-        self.wait()
-        self.manager.close()
+        with self._writing():
+            self.manager.wait_until_finished()
+            self.manager.close()
 
     def save(self, step: int, state: Any, place: dict) -> None:
         """Starts to write, and returns before it is done; what is there already is left alone.
@@ -45,7 +47,8 @@ class Checkpoints:
             identity=ocp.args.JsonSave(self.identity),
         )
         self.wait()
-        self.manager.save(step, args=items)
+        with self._writing():
+            self.manager.save(step, args=items)
 
     def wait(self) -> None:
         """Until all is written.
@@ -53,8 +56,14 @@ class Checkpoints:
         Raises:
             UserError: it could not be written; the checkpoints before it are whole.
         """
-        try:
+        with self._writing():
             self.manager.wait_until_finished()
+
+    @contextmanager
+    def _writing(self):
+        # What a save that goes on in the background meets, orbax raises from any later call.
+        try:
+            yield
             self.manager.check_for_errors()
         except (OSError, ValueError) as error:
             raise UserError(
