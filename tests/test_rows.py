@@ -383,3 +383,14 @@ def test_params_are_needed_where_they_are_used():
 def test_arguments_out_of_range(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_noise_threshold_is_eight_roundings():
+    # Exact in floating point: across w = (1, 0) stands only the second entry of h = (1, c eps).
+    eps = np.finfo(np.float32).eps
+    w = jnp.array([[1.0], [0.0]])
+    for c, length in [(4, 0), (8, 0), (9, 1), (16, 1)]:
+        h = jnp.array([[1.0], [c * eps]])
+        tx = optax_nora.scale_by_nora(beta=0.0, momentum=0.0)
+        updates, _ = tx.update(h, tx.init(w), w)
+        np.testing.assert_array_equal(updates, [[0], [length]])
