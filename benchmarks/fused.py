@@ -159,19 +159,11 @@ def _sums_kernel(
     shape: tuple[int, int],
     tile: tuple[int, int],
 ) -> None:
-    panel, part, batch = (pl.program_id(k) for k in range(3))
-    row, column = part * tile[0], panel * tile[1]
-    inside = _inside(row, column, shape, tile)
-
-    def at(ref: Ref) -> Ref:
-        return ref.at[batch, pl.ds(row, tile[0]), pl.ds(column, tile[1])]
-
+    part, at, of_panel, inside, in_panel = _tile(shape, tile)
     _, h, wide = _momentum(coefficients, (at(g), at(mu), at(w)), inside)
-    in_panel = column + jnp.arange(tile[1]) < shape[1]
     for k, total in enumerate(_sums(h, wide, axis=0)):
         for j, half in enumerate(_halves(total)):
-            where = sums.at[batch, part, 2 * k + j + 0 * part, pl.ds(column, tile[1])]
-            triton.store(where, half, mask=in_panel)
+            triton.store(of_panel(sums, part, 2 * k + j + 0 * part), half, mask=in_panel)
 
 
 def _write_kernel(
@@ -186,22 +178,30 @@ def _write_kernel(
     shape: tuple[int, int],
     tile: tuple[int, int],
 ) -> None:
-    panel, part, batch = (pl.program_id(k) for k in range(3))
-    row, column = part * tile[0], panel * tile[1]
-    inside = _inside(row, column, shape, tile)
-
-    def at(ref: Ref) -> Ref:
-        return ref.at[batch, pl.ds(row, tile[0]), pl.ds(column, tile[1])]
-
+    part, at, of_panel, inside, in_panel = _tile(shape, tile)
     new_mu, h, wide = _momentum(coefficients, (at(g), at(mu), at(w)), inside)
-    in_panel = column + jnp.arange(tile[1]) < shape[1]
     along, rest, factor = (
-        triton.load(found.at[batch, k + 0 * part, pl.ds(column, tile[1])], mask=in_panel, other=0.0)
-        for k in range(3)
+        triton.load(of_panel(found, k + 0 * part), mask=in_panel, other=0.0) for k in range(3)
     )
     end = _weight(coefficients, h, wide, along[None], rest[None], factor[None], w_out.dtype)
     triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
     triton.store(at(w_out), end, mask=inside)
+
+
+def _tile(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[Any, ...]:
+    """A program's part of its panel's rows: its number, two references into arrays, two masks."""
+    panel, part, batch = (pl.program_id(k) for k in range(3))
+    row, column = part * tile[0], panel * tile[1]
+    columns = pl.ds(column, tile[1])
+
+    def at(ref: Ref) -> Ref:
+        return ref.at[batch, pl.ds(row, tile[0]), columns]
+
+    def of_panel(ref: Ref, *index: Array) -> Ref:
+        return ref.at[batch, *index, columns]
+
+    in_panel = column + jnp.arange(tile[1]) < shape[1]
+    return part, at, of_panel, _inside(row, column, shape, tile), in_panel
 
 
 def _inside(row: Array, column: Array, shape: tuple[int, int], tile: tuple[int, int]) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_nora._axes import Rows
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, goes_to_nora
+from optax_nora._routing import WeightDimensionNumbers, as_rule, check, for_nora, route
 from optax_nora._rows import product, project, widen
 from optax_nora._rules import Default
 
@@ -82,7 +82,7 @@ def row_geometry(
     found: dict[str, RowGeometry] = {}
 
     def measure(leaf: Leaf, *arrays: Array) -> Array:
-        rows = goes_to_nora(leaf, rule)
+        rows = for_nora(leaf, route(leaf, rule))
         if rows is not None:
             found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
         return arrays[0]

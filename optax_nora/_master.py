@@ -28,6 +28,11 @@ def _is_low(array: Any) -> bool:
     return jnp.result_type(array) in (jnp.bfloat16, jnp.float16)
 
 
+def _full(params: PyTree, master: PyTree) -> PyTree:
+    """The parameters as ``inner`` sees them: the master where there is one."""
+    return map_leaves(lambda _, p, m: p if m is None else m, params, master)
+
+
 def with_float32_master(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -70,16 +75,14 @@ def with_float32_master(
         def copy(_: Leaf, param: Array) -> Any:
             return param.astype(jnp.float32) if _is_low(param) else optax.MaskedNode()
 
-        def full(_: Leaf, param: Array) -> Array:
-            return param.astype(jnp.float32) if _is_low(param) else param
-
-        return MasterState(map_leaves(copy, params), inner.init(map_leaves(full, params)))
+        master = map_leaves(copy, params)
+        return MasterState(master, inner.init(_full(params, master)))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         require_params(params)
-        full = map_leaves(lambda _, p, m: p if m is None else m, params, state.master)
+        full = _full(params, state.master)
         wide = map_leaves(
             lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
         )

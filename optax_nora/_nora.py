@@ -11,7 +11,7 @@ import optax
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import scale_by_momentum
-from optax_nora._routing import WeightDimensionNumbers, check_matched, routed_tree
+from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
 from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
 
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -146,7 +146,7 @@ def matrices_and_adamw(
     )
 
     def labels(params: PyTree) -> PyTree:
-        return routed_tree(
+        return whole_model(
             lambda leaf, rows: "adamw" if rows is None else "matrix", params, numbers
         )
 

@@ -64,17 +64,27 @@ def route(leaf: Leaf, rule: Rule) -> Rows | None:
     return None if numbers is None else rows_of(leaf, numbers, rule.partition_spec(leaf))
 
 
-def check(tree: PyTree, rule: Rule) -> None:
-    """Raise what is wrong with ``rule`` for the leaves of ``tree``; all ambiguous ones in one."""
-    ambiguous: list[AmbiguousAxesError] = []
-    for path, node in nodes_with_paths(tree)[0]:
-        if (array := array_of(node)) is not None:
-            try:
-                route(describe(path, array), rule)
-            except AmbiguousAxesError as error:
-                ambiguous.append(error)
+def routed_tree(choose: Callable[[Leaf, Rows | None], Any], tree: PyTree, rule: Rule) -> PyTree:
+    """``choose(leaf, rows)`` in the place of every leaf; all ambiguous leaves in one error."""
+    nodes, treedef = nodes_with_paths(tree)
+    out, ambiguous = [], []
+    for path, node in nodes:
+        if (array := array_of(node)) is None:
+            out.append(node)
+            continue
+        leaf = describe(path, array)
+        try:
+            out.append(choose(leaf, route(leaf, rule)))
+        except AmbiguousAxesError as error:
+            ambiguous.append(error)
     if ambiguous:
         raise ValueError(_how_to_route(ambiguous))
+    return treedef.unflatten(out)
+
+
+def check(tree: PyTree, rule: Rule) -> None:
+    """Raise what is wrong with ``rule`` for the leaves of ``tree``."""
+    routed_tree(lambda leaf, rows: None, tree, rule)
 
 
 def check_matched(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers) -> None:
@@ -130,28 +140,21 @@ def map_rows(
     return map_leaves(one, tree, *rest)
 
 
-def goes_to_nora(leaf: Leaf, rule: Rule) -> Rows | None:
-    """`route`, save that a row of one weight has nothing orthogonal to it: AdamW takes it."""
-    rows = route(leaf, rule)
+def for_nora(leaf: Leaf, rows: Rows | None) -> Rows | None:
+    """``rows``, but None for rows of one weight: nothing is orthogonal to one, so AdamW has it."""
     if rows is None or (rows.reduction_mesh == () and rows.fan_in(leaf.shape) <= 1):
         return None
     return rows
 
 
-def routed_tree(
+def whole_model(
     choose: Callable[[Leaf, Rows | None], Any],
     params: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> PyTree:
+    """``choose(leaf, rows)`` in the place of every leaf, with rows for what goes to Nora alone."""
     rule = as_rule(weight_dimension_numbers, Default(), params)
-    check(params, rule)
-    nodes, treedef = nodes_with_paths(params)
-    out = []
-    for path, node in nodes:
-        array = array_of(node)
-        leaf = None if array is None else describe(path, array)
-        out.append(node if leaf is None else choose(leaf, goes_to_nora(leaf, rule)))
-    return treedef.unflatten(out)
+    return routed_tree(lambda leaf, rows: choose(leaf, for_nora(leaf, rows)), params, rule)
 
 
 def infer_dimension_numbers(
@@ -180,7 +183,7 @@ def infer_dimension_numbers(
       MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
     """
     check_matched(params, weight_dimension_numbers)
-    return routed_tree(
+    return whole_model(
         lambda leaf, rows: rows and MuonDimensionNumbers(rows.reduction, rows.output),
         params,
         weight_dimension_numbers,
@@ -205,4 +208,4 @@ def matrix_mask(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers
       >>> tx = optax.masked(optax_nora.row_normalize(), optax_nora.matrix_mask)
     """
     check_matched(params, weight_dimension_numbers)
-    return routed_tree(lambda leaf, rows: rows is not None, params, weight_dimension_numbers)
+    return whole_model(lambda leaf, rows: rows is not None, params, weight_dimension_numbers)

@@ -122,8 +122,12 @@ class Everywhere(Rule):
         return self.spec
 
 
-def _prefixes(path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [path[:end] for end in range(len(path), -1, -1)]
+def _prefix_in(
+    specs: Mapping[tuple[str, ...], object], path: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """The longest beginning of ``path`` that ``specs`` has, or None."""
+    prefixes = (path[:end] for end in range(len(path), -1, -1))
+    return next((prefix for prefix in prefixes if prefix in specs), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +138,8 @@ class Listed(Rule):
     otherwise: Rule | None = None
 
     def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        for prefix in _prefixes(leaf.path):
-            if prefix in self.specs:
-                return self.specs[prefix]
+        if (prefix := _prefix_in(self.specs, leaf.path)) is not None:
+            return self.specs[prefix]
         if self.otherwise is None:
             raise ValueError(
                 f"weight_dimension_numbers says nothing of the leaf {leaf}: give it "
@@ -220,9 +223,8 @@ class InShardMap(Rule):
         return self.rule.numbers(leaf)
 
     def partition_spec(self, leaf: Leaf) -> PartitionSpec:
-        for prefix in _prefixes(leaf.path):
-            if prefix in self.specs:
-                return self.specs[prefix]
+        if (prefix := _prefix_in(self.specs, leaf.path)) is not None:
+            return self.specs[prefix]
         raise ValueError(f"in_shard_map has no PartitionSpec for the leaf {leaf}")
 
     def unmatched(self, paths: Sequence[tuple[str, ...]]) -> list[str]:

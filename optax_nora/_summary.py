@@ -4,11 +4,9 @@ import math
 import sys
 from typing import TextIO
 
-import jax.numpy as jnp
-
 from optax_nora._axes import Rows
 from optax_nora._leaves import Leaf, PyTree
-from optax_nora._routing import WeightDimensionNumbers, check_matched, routed_tree
+from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
 from optax_nora._rows import check_row_scale, row_scale_of
 
 
@@ -52,7 +50,7 @@ def summarize(
 
     def add(leaf: Leaf, rows: Rows | None) -> None:
         sizes["nora" if rows else "adamw"].append(math.prod(leaf.shape))
-        where = (leaf.slashed, str(leaf.shape), jnp.dtype(leaf.dtype).name)
+        where = (leaf.slashed, str(leaf.shape), str(leaf.dtype))
         if rows is None:
             table.append((*where, "adamw", "", "", "", ""))
             return
@@ -61,7 +59,7 @@ def summarize(
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
         table.append((*where, "nora", *axes, f"{s:.4g}"))
 
-    routed_tree(add, params, weight_dimension_numbers)
+    whole_model(add, params, weight_dimension_numbers)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
     total = max(1, sum(map(sum, sizes.values())))
