@@ -160,6 +160,8 @@ class Config:
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 2
     """Checkpoints kept."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard too; needs the extra `tensorboard`."""
     prompt: str = "The "
     """Beginning of the sample that is generated at the end."""
 

@@ -1,8 +1,8 @@
 """Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep rows.jsonl`."""
 
-import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,20 +11,11 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.llama import cli
+from examples.llama import cli, records
 from examples.llama.config import UserError
 
 matplotlib.use("agg")
 AGAINST = {"step": "steps", "tokens": "tokens", "seconds": "seconds of training"}
-
-
-def read_metrics(run: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def series(metrics: list[dict], x: str, y: str) -> tuple[list[float], list[float]]:
@@ -35,7 +26,7 @@ def series(metrics: list[dict], x: str, y: str) -> tuple[list[float], list[float
 
 def draw_run(run: Path, out: Path) -> None:
     """Training and held-out loss of one run against steps, with the unigram entropy."""
-    metrics = read_metrics(run)
+    metrics = records.read(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*series(metrics, "step", "loss"), color="tab:blue", alpha=0.4, label="training")
@@ -52,7 +43,7 @@ def draw_runs(runs: list[Path], out: Path) -> None:
     figure = Figure(figsize=(14, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
     for run in runs:
-        metrics = read_metrics(run)
+        metrics = records.read(run / "metrics.jsonl")
         for axes, x in zip(panels[:3], AGAINST, strict=True):
             (line,) = axes.plot(*series(metrics, x, "held_out_loss"), "o-", ms=3, label=run.name)
             axes.plot(*series(metrics, x, "loss"), color=line.get_color(), alpha=0.25)
@@ -79,12 +70,9 @@ def _draw_norms(axes: Axes, metrics: list[dict], label: str) -> None:
     axes.legend(title="shade: least to greatest")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a sweep; `rate`, `loss` and `name` (what is not a rate or a seed) are added."""
-    try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+def read_rows(paths: Sequence[Path]) -> list[dict]:
+    """The rows of sweeps; `rate`, `loss` and `name` (what is not a rate or a seed) are added."""
+    rows = [row for path in paths for row in records.read(path)]
     common = set.intersection(*(set(row["run"].items()) for row in rows)) if rows else set()
     for row in rows:
         own = dict(row["run"].items() - common) | {"optimizer": row["run"]["optimizer"]}
@@ -144,7 +132,7 @@ class PlotConfig:
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Folders of the runs."""
-    sweep: Path | None = None
+    sweep: tuple[Path, ...] = ()
     """Rows of sweep.py, drawn in place of runs; their table is printed."""
     out: Path = Path("runs/plot.png")
     """The picture, of any format that matplotlib writes."""
@@ -155,6 +143,8 @@ def main(arguments: list[str]) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.sweep:
         rows = read_rows(options.sweep)
+        if not rows:
+            raise UserError(f"no rows in {', '.join(map(str, options.sweep))}")
         draw_sweep(rows, options.out)
         print("\n".join(table(rows)))
     elif options.runs:
