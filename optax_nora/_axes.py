@@ -28,6 +28,11 @@ class Rows(NamedTuple):
         """The axes that neither run along a row nor number the rows of one matrix."""
         return tuple(a for a in range(ndim) if a not in self.reduction + self.output)
 
+    @property
+    def across(self) -> "Rows":
+        """The columns: rows of the transposed matrix."""
+        return Rows(self.output, self.reduction, self.output_mesh, self.reduction_mesh)
+
     def fan_in(self, shape: tuple[int, ...]) -> int:
         """Weights in a row, over all devices."""
         return _size(shape, self.reduction, self.reduction_mesh)

@@ -112,10 +112,9 @@ def dimension_numbers(config: Config):
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
     """Clipping, the optimizer, float32 copies where the precision asks for them."""
     chosen = recipe(config)
-    rows = {"row_scale": config.row_scale, "base_fan_in": config.base_fan_in}
-    options: dict[str, Any] = {name: x for name, x in rows.items() if x is not None}
-    if config.momentum is not None:
-        options["momentum"] = config.momentum
+    names = ("momentum", "row_scale", "base_fan_in", "deflate")
+    given = {name: getattr(config, name) for name in names}
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     numbers = dimension_numbers(config)
