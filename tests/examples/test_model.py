@@ -35,6 +35,27 @@ def test_a_token_changes_nothing_before_it(tokens):
     assert (jnp.abs(before - after)[:, 7:].max(axis=(0, 2)) > 1e-3).all()
 
 
+def test_at_another_width_blocks_and_logits_are_scaled_as_mup_asks(tokens):
+    wide = dataclasses.replace(TINY, width=128, heads=16, kv_heads=8, mlp_width=192, base_width=32)
+    model = Llama(wide, jax.random.key(0))
+    block = model.layers[0]
+    scaled = [block.attention.query, block.attention.out, block.mlp.gate, block.mlp.down]
+    for kernel in (layer.kernel for layer in scaled):  # of 16,384 samples or more: sigma 0.6 %
+        np.testing.assert_allclose(jnp.std(kernel[...]), 0.3 / 2, rtol=0.04)
+    for kernel in (model.embed.embedding, model.lm_head.kernel):  # of 5,120: sigma 1 %
+        np.testing.assert_allclose(jnp.std(kernel[...]), 0.3, rtol=0.05)
+    hidden, _ = model(tokens)
+    np.testing.assert_allclose(jnp.mean(hidden**2, -1), 1 / 16, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base_width", [None, TINY.width])
+def test_at_the_base_width_nothing_is_scaled(tokens, base_width):
+    config = dataclasses.replace(TINY, base_width=base_width)
+    assert config.shrink == 1
+    kernel = Llama(config, jax.random.key(0)).layers[0].mlp.up.kernel[...]
+    np.testing.assert_array_equal(kernel, Llama(TINY, jax.random.key(0)).layers[0].mlp.up.kernel)
+
+
 def test_rotation_keeps_lengths_and_sees_only_distances():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
