@@ -22,6 +22,7 @@ from examples.llama import cli, records
 from examples.llama.config import Config, UserError
 from examples.llama.optimizers import recipe
 from examples.llama.prepare import prepare
+from examples.llama.step import Program
 from examples.llama.train import Trainer
 
 RATES = ("learning_rate", "adam_learning_rate", "weight_decay")
@@ -120,19 +121,21 @@ def part_of(configs: list[Config], part: str) -> list[Config]:
 def sweep(configs: list[Config], out: Path) -> None:
     """Runs what has no row yet, and appends a row as each run ends."""
     done = [row["run"] for row in records.read(out)] if out.exists() else []
-    trainer = None
+    compiled: list[tuple[Config, Program]] = []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)
         identity = cli.identity(config, corpus.identity)
         if identity in done:
             continue
-        if trainer is None or not same_program(trainer.config, config):
+        program = next((p for known, p in compiled if same_program(known, config)), None)
+        if program is None:
             trainer = Trainer(config, corpus)
             trainer.start()
             trainer.advance()  # compiles, outside of what is timed
             trainer.measure()
-        trainer = Trainer(config, corpus, trainer.program)
-        row = {"run": identity} | run(trainer)
+            program = trainer.program
+            compiled.append((config, program))
+        row = {"run": identity} | run(Trainer(config, corpus, program))
         records.append(out, row)
         done.append(identity)
         named = ", ".join(f"{name} {getattr(config, name)}" for name in ("optimizer", *ARGUMENTS))
@@ -143,23 +146,23 @@ def sweep(configs: list[Config], out: Path) -> None:
 class SweepConfig:
     """Run a grid; what follows `--` is for every run, as for train.py."""
 
-    grid: Path
-    """A YAML list of tables of fields; every combination of their lists is run, in this order."""
+    grid: tuple[Path, ...]
+    """YAML lists of tables of fields; every combination of their lists is run, in this order."""
     out: Path
     """JSON lines, a row a run; appended to."""
     best: tuple[Path, ...] = ()
     """Rows in which `best` is looked up."""
     part: str = "1/1"
-    """Which part of the runs, such as 1/4: one process for each GPU, all with the same `out`."""
+    """Which part of every grid, such as 1/4: one process for each GPU, all with the same `out`."""
 
 
 def main(arguments: list[str]) -> None:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = tyro.cli(SweepConfig, args=arguments[:split])
     rows = [row for path in options.best for row in records.read(path)]
-    configs = read_grid(options.grid, arguments[split + 1 :], rows)
+    grids = [read_grid(path, arguments[split + 1 :], rows) for path in options.grid]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    sweep(part_of(configs, options.part), options.out)
+    sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
 
 
 if __name__ == "__main__":
