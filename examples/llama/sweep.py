@@ -120,7 +120,8 @@ def part_of(configs: list[Config], part: str) -> list[Config]:
 
 def sweep(configs: list[Config], out: Path) -> None:
     """Runs what has no row yet, and appends a row as each run ends."""
-    done = [row["run"] for row in records.read(out)] if out.exists() else []
+    defaults = cli.identity(Config(), "")  # of fields that are newer than a row
+    done = [defaults | row["run"] for row in records.read(out)] if out.exists() else []
     compiled: list[tuple[Config, Program]] = []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)

@@ -105,8 +105,11 @@ def test_a_run_of_a_sweep_is_that_of_the_trainer(grid, tmp_path, replaced):
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-def row(optimizer: str, rate: float, seed: int, loss: float | None, held_out=()) -> dict:
+def row(
+    optimizer: str, rate: float, seed: int, loss: float | None, held_out=(), other: float = 0.5
+) -> dict:
     run = {"optimizer": optimizer, "learning_rate": rate, "seed": seed, "clip": 1.0}
+    run["adam_learning_rate"] = other
     return {"run": run, "held_out_loss": loss, "tokens_per_second": 10, "held_out": list(held_out)}
 
 
@@ -116,13 +119,14 @@ def test_the_table_by_hand(tmp_path, capsys):
         row("nora", 0.1, 0, 2.0, [[1, 3.5, 1.0], [2, 2.9, 4.0], [3, 2.0, 9.0]]),
         row("nora", 0.1, 1, 2.2, [[1, 3.0, 2.0], [2, 2.2, 4.0]]),
         row("nora", 0.2, 0, 4.0, [[1, 4.0, 1.0]]),
+        row("nora", 0.2, 0, 3.7, [[1, 3.7, 1.0]], other=0.7),
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     lines = table(read_rows([path]))[2:]
     assert lines == [
-        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 1.9000 over 2 rates | 10 | 3 |",
-        "| adamw | 3.0000 | 1 | 0.1 | 0.0000 over 1 rates | 10 | 2 |",
+        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 0.5 | 1.6000 over 2 rates | 10 | 3 |",
+        "| adamw | 3.0000 | 1 | 0.1 | 0.5 | 0.0000 over 1 rates | 10 | 2 |",
     ]
     plot_main(["--sweep", str(path), "--out", str(tmp_path / "sweep.png")])
     assert lines[0] in capsys.readouterr().out
