@@ -24,8 +24,8 @@ matplotlib.use("agg")
 SIZES = {
     "cpu": Size(
         "--preset tiny --model.width 64 --model.heads 4 --model.mlp-width 172 --model.layers 1"
-        " --model.vocab-size 512 --model.context 64 --batch 8 --steps 150 --warmup 15"
-        " --eval-every 150 --log-every 15 --data.eval-tokens 20000",
+        " --model.vocab-size 512 --model.context 64 --batch 8 --steps 120 --warmup 12"
+        " --eval-every 120 --log-every 12 --data.eval-tokens 20000",
         widths=(32, 128),
     ),
     "h100": Size(
@@ -35,7 +35,7 @@ SIZES = {
     ),
 }
 STEPS = {
-    "cpu": (0.0025, 0.005, 0.01, 0.02, 0.04),
+    "cpu": (0.00125, 0.0025, 0.005, 0.01, 0.02),
     "h100": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032),
 }
 THEORY = {"width": 0.0, "fan_ratio": -0.5, "unit": -0.5, "rms": -1.0}  # of the best rate's power
