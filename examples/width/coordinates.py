@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import tyro
 from flax import nnx
 from jax import Array
@@ -36,7 +35,6 @@ from examples.llama.train import Trainer
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent
 
-matplotlib.use("agg")
 CONSTANT = " --warmup 0 --final-fraction 1 --steps 20 --precision float32"  # rates, for all widths
 SIZES = {
     "cpu": Size(
@@ -52,6 +50,7 @@ SIZES = {
 KINDS = ("embedding", "query", "key", "value", "attention out", "gate", "up", "down", "logits")
 AFTER = (1, 5, 20)  # steps
 STEP = 0.004  # length of a row's step at the base width
+PANELS = (*(("total", step) for step in AFTER), ("own", AFTER[-1]))
 Line = tuple[list[int], list[float]]
 SEQUENCES = 8  # of held-out text, on which activations are measured
 
@@ -187,17 +186,21 @@ def table(rows: list[dict], of: str) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
 
-def draw(rows: list[dict], out: Path, of: str = "total") -> None:
-    """Change against width: a row of panels for each row scale, a column for each step."""
+def draw(rows: list[dict], out: Path) -> None:
+    """Change against width: a row of panels for each row scale, a column for each of PANELS."""
     names = row_scales(rows)
-    figure = Figure(figsize=(10, 2.6 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), len(AFTER), sharex=True, sharey=True, squeeze=False)
-    for (i, name), (j, step) in itertools.product(enumerate(names), enumerate(AFTER)):
+    figure = Figure(figsize=(12, 2.5 * len(names) + 0.3), layout="constrained")
+    panels = figure.subplots(len(names), len(PANELS), sharex=True, sharey=True, squeeze=False)
+    for (i, name), (j, (of, step)) in itertools.product(enumerate(names), enumerate(PANELS)):
+        axes = panels[i, j]
         for kind, line in lines(rows, name, step, of).items():
             adamw = kind in ("embedding", "logits")
-            panels[i, j].plot(*line, "--" if adamw else ".-", label=kind)
-        panels[i, j].set(xscale="log", yscale="log", title=f"{name}, step {step}")
+            axes.plot(*line, "--" if adamw else ".-", label=kind)
+        axes.set(xscale="log", yscale="log", title=f"{name}: {of}, step {step}")
+        axes.minorticks_off()
+    widths = sorted({row["run"]["model.width"] for row in rows})
     for axes in panels[-1]:
+        axes.set_xticks(widths, map(str, widths), rotation=90)
         axes.set_xlabel("width")
     for axes in panels[:, 0]:
         axes.set_ylabel("change (rms)")

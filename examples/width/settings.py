@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import matplotlib
 import numpy as np
 
 from examples.llama import cli
 from examples.llama.config import Config, UserError
 from examples.llama.sweep import with_rates
+
+matplotlib.use("agg")
+matplotlib.rcParams["svg.fonttype"] = "none"
 
 RowScale = Literal["fan_ratio", "unit", "width", "rms"]
 ROW_SCALES: tuple[RowScale, ...] = ("width", "fan_ratio", "rms", "unit")  # what matters most first

@@ -20,7 +20,6 @@ from examples.llama.sweep import sweep
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent
 
-matplotlib.use("agg")
 SIZES = {
     "cpu": Size(
         "--preset tiny --model.width 64 --model.heads 4 --model.mlp-width 172 --model.layers 1"
@@ -105,7 +104,7 @@ def table(found: dict[str, dict[int, dict[float, float]]]) -> list[str]:
 
 def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
     """Loss against rate: a panel for each row scale, a line for each width, a dot at its best."""
-    figure = Figure(figsize=(3.2 * len(found), 3.4), layout="constrained")
+    figure = Figure(figsize=(3 * len(found), 3.6), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     widths = sorted({width for curves in found.values() for width in curves})
     shades = matplotlib.colormaps["viridis"]
@@ -116,9 +115,15 @@ def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
             axes.plot(rates, [curve[rate] for rate in rates], color=shade, label=f"{width}")
             best = min(rates, key=lambda rate: curve[rate])
             axes.plot(best, curve[best], "o", color=shade)
+        rates = sorted({rate for curve in curves.values() for rate in curve})
         axes.set(xscale="log", title=name, xlabel="learning rate")
-    panels[0].set_ylabel("held-out loss")
-    panels[0].legend(title="width")
+        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates], rotation=45)
+        axes.minorticks_off()
+    bests = [min(curve.values()) for curves in found.values() for curve in curves.values()]
+    room = max(0.2, max(bests) - min(bests))
+    panels[0].set(ylabel="held-out loss", ylim=(min(bests) - room / 10, max(bests) + room))
+    lines = {line.get_label(): line for axes in panels for line in axes.lines[::2]}
+    figure.legend(lines.values(), lines.keys(), title="width", loc="outside right center")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
 
