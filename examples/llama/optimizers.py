@@ -106,7 +106,7 @@ def dimension_numbers(config: Config):
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
     """Clipping, the optimizer, float32 copies where the precision asks for them."""
     chosen = recipe(config)
-    names = ("momentum", "row_scale", "base_fan_in", "deflate")
+    names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
     given = {name: getattr(config, name) for name in names}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
