@@ -5,6 +5,7 @@ from optax_nora._deflate import deflate_rows as deflate_rows
 from optax_nora._geometry import RowGeometry as RowGeometry
 from optax_nora._geometry import equilibrium_row_norm as equilibrium_row_norm
 from optax_nora._geometry import row_geometry as row_geometry
+from optax_nora._idle import rest_idle_rows as rest_idle_rows
 from optax_nora._logical_axes import from_logical_axes as from_logical_axes
 from optax_nora._master import MasterState as MasterState
 from optax_nora._master import with_float32_master as with_float32_master
