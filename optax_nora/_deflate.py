@@ -51,8 +51,9 @@ def deflated(h: Array, rows: Rows, rank: int, steps: int = POWER_STEPS) -> Array
 
 def _without_leading(r: Array, rows: Rows, steps: int) -> Array:
     """``r_i - <r_i, q> q``, q the leading direction: p is a number a row, q one a column."""
-    # Not from the plain sum of each row or column: centred activations or gradients make them 0.
-    (p,) = rows.sums(product(r, r * r))
+    # From the column that the rows have most in: it is seldom far from q, as a fixed start may be.
+    (size,) = rows.across.sums(product(r, r))
+    (p,) = rows.sums(jnp.real(jnp.where(size == rows.greatest(size), r, 0)))
     for _ in range(steps):
         (q,) = rows.across.sums(r * p)
         q = normalize(q, rows, 0.0)
@@ -79,10 +80,11 @@ def deflate_rows(
     have in common is in each of their steps, and the steps add up to a matrix of a large spectral
     norm. ``nora(..., deflate=1)`` has it in its place, after the momentum.
 
-    q comes of power steps, :math:`p_i = \langle r_i, q \rangle` and then
-    :math:`q \propto \sum_i p_i r_i`, from :math:`p_i = \sum_j r_{ij}^3`. Each direction costs
-    2 steps + 1 more passes over the updates to reduce and one to write. Where axes are sharded,
-    vectors as long as a row or a column are summed over the devices, and nothing is gathered.
+    q comes of power steps, :math:`q \propto \sum_i p_i r_i` and then
+    :math:`p_i = \langle r_i, q \rangle`, from :math:`p_i = r_{ij}` with the j of the greatest
+    :math:`\sum_i r_{ij}^2`. Each direction costs 2 steps + 2 passes over the updates to reduce.
+    Where axes are sharded, vectors as long as a row or a column are summed over the devices, and
+    nothing is gathered.
 
     Args:
       rank: directions to remove, one after another. A matrix of no more rows or columns than that

@@ -12,6 +12,7 @@ from optax_nora._checks import check_range, require_params
 from optax_nora._deflate import check_rank, deflated
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import scale_by_momentum
+from optax_nora._radius import turn_and_stretch
 from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
 from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
 
@@ -25,6 +26,7 @@ def scale_by_nora(
     eps: Any = 1e-10,
     mu_dtype: Any = None,
     *,
+    radial: Any = None,
     deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -45,6 +47,8 @@ def scale_by_nora(
         the same as beta, as in the authors' code. 1.0: no look-ahead, as in the paper.
       eps: the norm under which a row is no longer made a unit vector.
       mu_dtype: dtype that the momentum is stored in. None: the parameter's.
+      radial: the greatest relative change of a row's length, against the learning rate: see
+        `scale_by_row_radius`. None: rows only turn, as in the paper.
       deflate: directions that rows share, taken out of h before it is projected: see
         `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which axes are a row, as for `nora`; a leaf with None passes through
@@ -69,11 +73,15 @@ def scale_by_nora(
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
     check_range("eps", eps, 0)
+    check_range("radial", radial, 0)
     rank = 0 if deflate is None else deflate
     check_rank("deflate", rank)
 
     def direction(h: Array, w: Array, rows: Rows) -> Array:
-        return project_and_normalize(deflated(h, rows, rank), w, rows, eps)
+        h = deflated(h, rows, rank)
+        if radial is None:
+            return project_and_normalize(h, w, rows, eps)
+        return turn_and_stretch(h, w, rows, eps, radial)
 
     return scale_by_momentum(direction, beta, momentum, mu_dtype, weight_dimension_numbers)
 
@@ -199,6 +207,7 @@ def nora(
     row_scale: str = "fan_ratio",
     base_fan_in: Any = None,
     rms: Any = 0.2,
+    radial: Any = None,
     deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
@@ -234,6 +243,8 @@ def nora(
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.
       base_fan_in: for ``row_scale="width"``, the fan-in at which the learning rate was tuned.
       rms: for ``row_scale="rms"``, the root mean square of an update's entries.
+      radial: the greatest relative change of a row's length, against the learning rate: see
+        `scale_by_row_radius`. None: rows only turn, as in the paper.
       deflate: directions that the rows of a matrix share, taken out of its momentum before it is
         projected: see `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which leaves are matrices and which axes are a row:
@@ -277,6 +288,7 @@ def nora(
             momentum,
             eps,
             mu_dtype,
+            radial=radial,
             deflate=deflate,
             weight_dimension_numbers=weight_dimension_numbers,
         ),

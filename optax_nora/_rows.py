@@ -40,8 +40,10 @@ def _divide(a: Array, b: Array) -> Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _project(h: Array, w: Array, rows: Rows) -> tuple[Array, Array]:
-    """Rows of h without their part along w, and their squared norms: 0 where only noise is left.
+def split(h: Array, w: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """Rows of h without their part along w, their squared norms, and the length of that part.
+
+    The norms are 0 where only noise is left; the length is signed, ``<h_i, w_i> / |w_i|``.
 
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
@@ -55,7 +57,7 @@ def _project(h: Array, w: Array, rows: Rows) -> tuple[Array, Array]:
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
     threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
     noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
-    return u - leak * w, jnp.where(noise, 0, square)
+    return u - leak * w, jnp.where(noise, 0, square), along * jnp.sqrt(jnp.where(ww > 0, ww, 1))
 
 
 def unit(u: Array, square: Array, eps: Any) -> Array:
@@ -65,7 +67,7 @@ def unit(u: Array, square: Array, eps: Any) -> Array:
 
 def project(h: Array, w: Array, rows: Rows) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square = _project(h, w, rows)
+    u, square, _ = split(h, w, rows)
     return jnp.where(square == 0, 0, u)
 
 
@@ -77,7 +79,7 @@ def normalize(h: Array, rows: Rows, eps: Any) -> Array:
 
 def project_and_normalize(h: Array, w: Array, rows: Rows, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
-    u, square = _project(h, w, rows)
+    u, square, _ = split(h, w, rows)
     return unit(u, square, eps)
 
 

@@ -130,6 +130,8 @@ class Config:
     """How long the step of a row is, given its matrix's shape. None: the optimizer's own."""
     base_fan_in: int | None = None
     """Fan-in at which the learning rate was tuned, for `row_scale` width."""
+    radial: float | None = None
+    """Step of the rows' lengths against their turning, for Nora. None: rows only turn."""
     deflate: int | None = None
     """Directions that the rows of a matrix share, taken out of Nora's steps. None: none."""
     keep_row_norms: bool = False

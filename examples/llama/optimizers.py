@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
     adam_learning_rate: float = 5e-3
 
 
-def _plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
+def plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
     """`matrix_rule` for the matrices and AdamW for the rest, routed as Nora is."""
 
     def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
@@ -71,10 +71,10 @@ RECIPES = {
     "mano": Recipe(optax_nora.baselines.mano, 0.005),
     "muon": Recipe(optax_nora.baselines.muon, 0.01),
     "sso": Recipe(optax_nora.baselines.sso, 0.01),
-    "adamw": Recipe(_plain(_adamw), 0.002),
+    "adamw": Recipe(plain(_adamw), 0.002),
     "adamp": Recipe(optax_nora.baselines.adamp, 0.002),
     "sgdp": Recipe(optax_nora.baselines.sgdp, 0.1),
-    "sgd": Recipe(_plain(_sgd), 0.3),
+    "sgd": Recipe(plain(_sgd), 0.3),
 }
 
 
@@ -112,7 +112,7 @@ def dimension_numbers(config: Config):
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
     """Clipping, the optimizer, float32 copies where the precision asks for them."""
     chosen = recipe(config)
-    names = ("momentum", "row_scale", "base_fan_in", "deflate")
+    names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
     given = {name: getattr(config, name) for name in names}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):

@@ -83,9 +83,9 @@ def test_deflation_sums_vectors(mesh, name):
     params = place(mesh, {"kernel": ((16, 32), spec)})
     found = collectives(optax_nora.nora(0.02, deflate=1), params)
     split = params["kernel"].sharding.shard_shape((16, 32))
-    # For each of three power steps: a sum for each row, one for each column, and a norm.
-    by_row, by_column = rows * (SUMS + 3 + 3), (split[1] < 32) * 3 * split[0]
-    norms = 3 * (split[0] < 16)
+    # A length, a start, three power steps and what is left for each row; columns: one sum more.
+    by_row, by_column = rows * (SUMS + 1 + 1 + 3 + 1), (split[1] < 32) * (1 + 3) * split[0]
+    norms = (split[0] < 16) * (1 + 3)
     expected = FLOAT * (by_row + by_column + norms)
     assert found == ({"all-reduce": expected} if expected else {})
 
