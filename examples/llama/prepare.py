@@ -107,7 +107,7 @@ class Document(NamedTuple):
     """A document as it is stored."""
 
     split: str  # train or held_out
-    tokens: Sequence[int]  # the last one is `end`
+    tokens: Sequence[int] | np.ndarray  # the last one is `end`
     bytes: int  # of its text
 
 
@@ -150,7 +150,7 @@ class _Writer:
         self.tokens: list[np.ndarray] = []
         self.size = self.bytes = 0
 
-    def add(self, ids: Sequence[int], size: int) -> None:
+    def add(self, ids: Sequence[int] | np.ndarray, size: int) -> None:
         self.tokens.append(np.array(ids, self.dtype))
         self.size += len(ids)
         self.bytes += size

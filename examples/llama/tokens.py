@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"{options.out} exists: choose another --out")
     tokenizer = open_tokenizer(options.tokenizer)
     end = end_of(tokenizer, options.tokenizer)
-    words = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    words = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     lengths = np.array([len(word) for word in words])  # byte level: a character is a byte
     lengths[end] = 0
 

@@ -42,9 +42,9 @@ def test_every_command_is_understood():
     assert len(COMMANDS) > 12
     for module, arguments in COMMANDS:
         given = shlex.split(arguments, comments=True)
-        if module.endswith(".train") and "--help" not in given and "my.yaml" not in given:
-            if "--resume" not in given and "..." not in given:
-                cli.parse(given)
+        not_here = {"--help", "my.yaml", "--resume", "..."} & set(given)  # files, or no settings
+        if module.endswith(".train") and not not_here:
+            cli.parse(given)
 
 
 @pytest.mark.slow
