@@ -38,6 +38,12 @@ PEAK_FLOPS = {
 }
 
 
+def peak_flops() -> float | None:
+    """Of all devices together, where it is known."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return peak and peak * jax.device_count()
+
+
 def _until(done: int, path: Path) -> list[dict]:
     """Cuts off what came after step `done`, which is going to be done again."""
     if not path.is_file():
@@ -76,8 +82,8 @@ class Report:
 
     def __init__(self, folder: Path, config: Config, done: int):
         self.tokens_a_step = config.batch * config.model.context
-        peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
-        self.peak_speed = peak and peak * jax.device_count() / flops_a_token(config.model)
+        peak = peak_flops()
+        self.peak_speed = peak and peak / flops_a_token(config.model)
         path = folder / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         kept = _until(done, path)
         self.seconds = kept[-1]["seconds"] if kept else 0.0

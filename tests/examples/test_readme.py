@@ -53,7 +53,7 @@ def test_what_a_cpu_can_run_runs(work):
         given = [str(Path(x).expanduser()) for x in shlex.split(arguments, comments=True)]
         if any(word in arguments for word in (*ELSEWHERE, "...")):
             continue
-        if module.endswith((".train", ".sweep")):
+        if module.endswith((".train", ".sweep", ".speed")):
             given += SMALL.split()
         importlib.import_module(module).main(given)
     assert {"together.png", "sweep.png", "rows.jsonl", "data"} <= {p.name for p in work.iterdir()}

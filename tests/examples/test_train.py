@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from examples.llama import cli, optimizers, sharding
+from examples.llama import cli, optimizers, sharding, speed
 from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import UserError
 from examples.llama.data import Contexts
@@ -302,3 +302,24 @@ def test_tensorboard_without_its_package(small, replaced, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UserError, match="needs the package tensorboardX: pip install"):
         cli.check(replaced(small, tensorboard=True))
+
+
+def test_speed_reports_what_it_measures(small, corpus, monkeypatch):
+    monkeypatch.setattr(speed, "STEPS", 2)
+    monkeypatch.setattr(speed, "REPEATS", 1)
+    trainer = Trainer(small, corpus)
+    found = speed.measure(trainer)
+    tokens = small.batch * small.model.context
+    assert found["tokens_per_second"] == round(tokens / found["step_seconds"])
+    assert min(found["optimizer_seconds"], found["step_seconds_same_batch"]) > 0
+    assert trainer.step == 3  # with text: one to compile, two to measure
+    assert int(trainer.state.step) == 5
+
+
+def test_the_optimizer_is_timed(small, replaced):
+    config = replaced(small, steps=4)
+    train(config)
+    path = config.out / config.name / "metrics.jsonl"
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["optimizer_seconds"] > 0
+    assert last["optimizer_share"] > 0
