@@ -1,13 +1,25 @@
-"""Every Python block of the README and the docs runs: page by page, in order, in one namespace."""
+"""Every Python block of the README and the docs runs: page by page, in order, in one namespace.
 
+What a page says that a block prints, it prints; the pictures of axes are of the page's own arrays.
+"""
+
+import contextlib
+import io
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import optax_nora
+from docs.figures import axes
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^( *)```python\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(
+    r"\s*(which prints\s*)?<!-- printed by the block above -->\n```\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 PAGES = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,8 +35,23 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     for block in BLOCK.finditer(text):
         # Empty lines in front, so that a traceback shows the line of the page.
         padding = "\n" * text.count("\n", 0, block.start(2))
-        exec(compile(padding + textwrap.dedent(block[2]), page, "exec"), namespace)
+        code = compile(padding + textwrap.dedent(block[2]), page, "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        if said := PRINTED.match(text, block.end()):
+            assert said["text"] == printed.getvalue()
 
 
 def test_readme_and_quickstart_are_among_the_pages():
     assert {ROOT / "README.md", ROOT / "docs" / "quickstart.md"} <= set(PAGES)
+
+
+def test_pictures_of_axes_are_of_the_arrays_on_the_page():
+    params, rule = axes.model_of_the_page()
+    numbers = optax_nora.infer_dimension_numbers(params, rule)
+    for name, (path, names) in axes.LEAVES.items():
+        shape = axes.at(params, path).shape
+        assert len(names.split(", ")) == len(shape)
+        picture = (ROOT / "docs" / "images" / f"axes-{name}.svg").read_text()
+        for text in (f"{path} {shape}", axes.describe(shape, axes.at(numbers, path))):
+            assert f">{text}</text>" in picture

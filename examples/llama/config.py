@@ -33,6 +33,9 @@ class ModelConfig:
     """Added to the mean square inside RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of every initial matrix."""
+    base_width: int | None = None
+    """Width at which `init_std` and the learning rates were tuned: at another one, initial blocks
+    and logits are scaled as muP asks. None: no scaling."""
 
     @property
     def head_dim(self) -> int:
@@ -41,6 +44,11 @@ class ModelConfig:
     @property
     def key_heads(self) -> int:
         return self.kv_heads or self.heads
+
+    @property
+    def shrink(self) -> float:
+        """What muP multiplies logits by, and the variance of initial blocks."""
+        return (self.base_width or self.width) / self.width
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,8 @@ class Config:
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 2
     """Checkpoints kept."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard too; needs the extra `tensorboard`."""
     prompt: str = "The "
     """Beginning of the sample that is generated at the end."""
 

@@ -4,6 +4,7 @@ Letters in names are dimensions: B sequences, T tokens, S cached tokens, D width
 K key heads, C head_dim.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,22 +40,28 @@ def rotate(x_BxTxHxC: Array, positions_T: Array, theta: float) -> Array:
 
 
 class Parts:
-    """Makes the layers of one model: all of them share initializer and dtype."""
+    """Makes the layers of one model: all of them share dtype and random numbers."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
         self.config = config
         self.init = nnx.initializers.normal(config.init_std)
+        self.block_init = nnx.initializers.normal(config.init_std * math.sqrt(config.shrink))
         self.common = {"rngs": rngs, "dtype": dtype}
 
-    def linear(self, fan_in: int, fan_out: int) -> nnx.Linear:
-        return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=self.init, **self.common)
+    def linear(self, fan_in: int, fan_out: int, init: Callable | None = None) -> nnx.Linear:
+        init = init or self.block_init
+        return nnx.Linear(fan_in, fan_out, use_bias=False, kernel_init=init, **self.common)
+
+    def head(self) -> nnx.Linear:
+        return self.linear(self.config.width, self.config.vocab_size, self.init)
 
     def norm(self) -> nnx.RMSNorm:
         return nnx.RMSNorm(self.config.width, epsilon=self.config.norm_eps, **self.common)
 
     def embed(self) -> nnx.Embed:
-        c = self.config
-        return nnx.Embed(c.vocab_size, c.width, embedding_init=self.init, **self.common)
+        """In float32: the gradient of a common word is a sum of thousands, lost in bfloat16."""
+        c, common = self.config, self.common | {"dtype": jnp.float32}
+        return nnx.Embed(c.vocab_size, c.width, embedding_init=self.init, **common)
 
 
 class Attention(nnx.Module):
@@ -147,23 +154,23 @@ class Llama(nnx.Module):
         key, block_key = jax.random.split(key)
         keys = jax.random.split(block_key, config.layers)
         parts = Parts(config, nnx.Rngs(key), dtype)
-        self.config, self.activations = config, activations
+        self.config, self.dtype, self.activations = config, dtype, activations
         self.scan_layers, self.remat = scan_layers, remat
         self.embed = parts.embed()
         self.layers: Any = (
             nnx.vmap(block)(keys) if scan_layers else nnx.List([block(k) for k in keys])
         )
         self.norm = parts.norm()
-        self.lm_head = parts.linear(config.width, config.vocab_size)
+        self.lm_head = parts.head()
 
     def __call__(self, tokens_BxT: Array, start: int | Array = 0, cache: Cache | None = None):
         """Hidden states (B, T, D) of tokens at positions start, start + 1, ...; the new cache."""
         positions = start + jnp.arange(tokens_BxT.shape[1])
-        x = self.embed(tokens_BxT)
+        x = self.embed(tokens_BxT).astype(self.dtype)
         if self.activations is not None and cache is None:
             x = jax.lax.with_sharding_constraint(x, self.activations)
         x, cache = self._blocks(x, positions, cache)
-        return self.norm(x), cache
+        return self.norm(x) * self.config.shrink, cache
 
     def _blocks(self, x: Array, positions: Array, cache: Cache | None):
         def apply(x, block_and_cache):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from examples.llama.config import PRESETS, ModelConfig
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama, rotate
 from examples.llama.sample import generate
 
@@ -33,6 +34,27 @@ def test_a_token_changes_nothing_before_it(tokens):
     before, after = logits(model, tokens), logits(model, changed)
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert (jnp.abs(before - after)[:, 7:].max(axis=(0, 2)) > 1e-3).all()
+
+
+def test_at_another_width_blocks_and_logits_are_scaled_as_mup_asks(tokens):
+    wide = dataclasses.replace(TINY, width=128, heads=16, kv_heads=8, mlp_width=192, base_width=32)
+    model = Llama(wide, jax.random.key(0))
+    block = model.layers[0]
+    scaled = [block.attention.query, block.attention.out, block.mlp.gate, block.mlp.down]
+    for kernel in (layer.kernel for layer in scaled):  # of 16,384 samples or more: sigma 0.6 %
+        np.testing.assert_allclose(jnp.std(kernel[...]), 0.3 / 2, rtol=0.04)
+    for kernel in (model.embed.embedding, model.lm_head.kernel):  # of 5,120: sigma 1 %
+        np.testing.assert_allclose(jnp.std(kernel[...]), 0.3, rtol=0.05)
+    hidden, _ = model(tokens)
+    np.testing.assert_allclose(jnp.mean(hidden**2, -1), 1 / 16, rtol=1e-4)
+
+
+@pytest.mark.parametrize("base_width", [None, TINY.width])
+def test_at_the_base_width_nothing_is_scaled(tokens, base_width):
+    config = dataclasses.replace(TINY, base_width=base_width)
+    assert config.shrink == 1
+    kernel = Llama(config, jax.random.key(0)).layers[0].mlp.up.kernel[...]
+    np.testing.assert_array_equal(kernel, Llama(TINY, jax.random.key(0)).layers[0].mlp.up.kernel)
 
 
 def test_rotation_keeps_lengths_and_sees_only_distances():
@@ -132,3 +154,25 @@ def test_initial_weights_have_the_std_of_the_settings():
             np.testing.assert_array_equal(leaf[...], 1)
         else:  # 5 standard errors of a std over n draws: 5 / sqrt(2 n)
             assert jnp.std(leaf[...]) == pytest.approx(0.02, rel=5 / (2 * leaf[...].size) ** 0.5)
+
+
+def test_gradients_in_bfloat16_are_those_in_float32():
+    """For every leaf, with words as common as in text: thousands of terms in a sum."""
+    config = dataclasses.replace(TINY, vocab_size=32, context=128)
+    tokens = jnp.asarray(np.random.default_rng(0).zipf(1.5, (64, 129)).clip(1, 31), jnp.int32)
+    weights = jnp.full((64, 128), 1 / (64 * 128))
+
+    def gradients(dtype):
+        graph, state = nnx.split(Llama(config, jax.random.key(0), dtype=dtype))
+
+        def loss(state):
+            model = nnx.merge(graph, state)
+            hidden, _ = model(tokens[:, :-1])
+            return cross_entropy(hidden, model.lm_head.kernel[...], tokens[:, 1:], weights, 32)
+
+        return jax.jit(jax.grad(loss))(state)
+
+    low, full = gradients(jnp.bfloat16), gradients(jnp.float32)
+    for (path, x), y in zip(jax.tree.leaves_with_path(low), jax.tree.leaves(full), strict=True):
+        error = jnp.linalg.norm(x - y) / jnp.linalg.norm(y)
+        assert error < 0.03, jax.tree_util.keystr(path)  # bfloat16 rounds by 0.004; some add up
