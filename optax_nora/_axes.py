@@ -28,6 +28,11 @@ class Rows(NamedTuple):
         """The axes that neither run along a row nor number the rows of one matrix."""
         return tuple(a for a in range(ndim) if a not in self.reduction + self.output)
 
+    @property
+    def across(self) -> "Rows":
+        """The columns: rows of the transposed matrix."""
+        return Rows(self.output, self.reduction, self.output_mesh, self.reduction_mesh)
+
     def fan_in(self, shape: tuple[int, ...]) -> int:
         """Weights in a row, over all devices."""
         return _size(shape, self.reduction, self.reduction_mesh)
@@ -40,6 +45,11 @@ class Rows(NamedTuple):
         """Each array summed along its rows, one number a row, axes kept."""
         local = tuple(jnp.sum(a, axis=self.reduction, keepdims=True) for a in arrays)
         return jax.lax.psum(local, self.reduction_mesh) if self.reduction_mesh else local
+
+    def greatest(self, a: Array) -> Array:
+        """The greatest entry of each row, axes kept."""
+        local = jnp.max(a, axis=self.reduction, keepdims=True)
+        return jax.lax.pmax(local, self.reduction_mesh) if self.reduction_mesh else local
 
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...], mesh_axes: tuple[str, ...]) -> int:

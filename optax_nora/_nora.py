@@ -1,6 +1,5 @@
 """Nora: for one matrix (`scale_by_nora`) and for a whole model (`nora`)."""
 
-import functools
 import warnings
 from typing import Any
 
@@ -8,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_nora._axes import Rows
 from optax_nora._checks import check_range, require_params
+from optax_nora._deflate import check_rank, deflated
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import scale_by_momentum
+from optax_nora._radius import turn_and_stretch
 from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
 from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
 
+Array = jax.Array
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
 
 
@@ -23,6 +26,8 @@ def scale_by_nora(
     eps: Any = 1e-10,
     mu_dtype: Any = None,
     *,
+    radial: Any = None,
+    deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Momentum, `row_project` and `row_normalize` in one: three passes over memory.
@@ -42,6 +47,10 @@ def scale_by_nora(
         the same as beta, as in the authors' code. 1.0: no look-ahead, as in the paper.
       eps: the norm under which a row is no longer made a unit vector.
       mu_dtype: dtype that the momentum is stored in. None: the parameter's.
+      radial: the greatest relative change of a row's length, against the learning rate: see
+        `scale_by_row_radius`. None: rows only turn, as in the paper.
+      deflate: directions that rows share, taken out of h before it is projected: see
+        `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which axes are a row, as for `nora`; a leaf with None passes through
         and has no momentum. Nothing given: every leaf is a kernel ``(in, out)``.
 
@@ -49,8 +58,8 @@ def scale_by_nora(
       An `optax.GradientTransformation` whose state is one buffer like the parameters.
 
     Raises:
-      ValueError: if a coefficient is out of range; at ``init`` if the dimension numbers do not fit;
-        at ``update`` without params.
+      ValueError: if a coefficient is out of range or deflate is no int; at ``init`` if the
+        dimension numbers do not fit; at ``update`` without params.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_nora
@@ -64,13 +73,17 @@ def scale_by_nora(
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
     check_range("eps", eps, 0)
-    return scale_by_momentum(
-        functools.partial(project_and_normalize, eps=eps),
-        beta,
-        momentum,
-        mu_dtype,
-        weight_dimension_numbers,
-    )
+    check_range("radial", radial, 0)
+    rank = 0 if deflate is None else deflate
+    check_rank("deflate", rank)
+
+    def direction(h: Array, w: Array, rows: Rows) -> Array:
+        h = deflated(h, rows, rank)
+        if radial is None:
+            return project_and_normalize(h, w, rows, eps)
+        return turn_and_stretch(h, w, rows, eps, radial)
+
+    return scale_by_momentum(direction, beta, momentum, mu_dtype, weight_dimension_numbers)
 
 
 def _in_float32(
@@ -194,6 +207,8 @@ def nora(
     row_scale: str = "fan_ratio",
     base_fan_in: Any = None,
     rms: Any = 0.2,
+    radial: Any = None,
+    deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: Any = 0.9,
@@ -228,6 +243,10 @@ def nora(
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.
       base_fan_in: for ``row_scale="width"``, the fan-in at which the learning rate was tuned.
       rms: for ``row_scale="rms"``, the root mean square of an update's entries.
+      radial: the greatest relative change of a row's length, against the learning rate: see
+        `scale_by_row_radius`. None: rows only turn, as in the paper.
+      deflate: directions that the rows of a matrix share, taken out of its momentum before it is
+        projected: see `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which leaves are matrices and which axes are a row:
         `optax.contrib.MuonDimensionNumbers` for all leaves, a tree or a prefix tree of them with
         None for AdamW, a rule (`by_path`, `stacked`, `from_logical_axes`, `in_shard_map`), or a
@@ -243,9 +262,9 @@ def nora(
       have the parameters' dtypes.
 
     Raises:
-      ValueError: if a coefficient is out of range or row_scale is unknown; at ``init`` if a leaf is
-        not floating, its axes are ambiguous or its dimension numbers do not fit; at ``update``
-        without params.
+      ValueError: if a coefficient is out of range, row_scale is unknown or deflate is no int; at
+        ``init`` if a leaf is not floating, its axes are ambiguous or its dimension numbers do not
+        fit; at ``update`` without params.
 
     Warns:
       UserWarning: at ``init`` if no leaf goes to Nora.
@@ -265,7 +284,13 @@ def nora(
     """
     return matrices_and_adamw(
         scale_by_nora(
-            beta, momentum, eps, mu_dtype, weight_dimension_numbers=weight_dimension_numbers
+            beta,
+            momentum,
+            eps,
+            mu_dtype,
+            radial=radial,
+            deflate=deflate,
+            weight_dimension_numbers=weight_dimension_numbers,
         ),
         learning_rate,
         weight_decay=weight_decay,

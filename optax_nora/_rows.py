@@ -40,8 +40,10 @@ def _divide(a: Array, b: Array) -> Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _project(h: Array, w: Array, rows: Rows) -> tuple[Array, Array]:
-    """Rows of h without their part along w, and their squared norms: 0 where only noise is left.
+def split(h: Array, w: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """Rows of h without their part along w, their squared norms, and the length of that part.
+
+    The norms are 0 where only noise is left; the length is signed, ``<h_i, w_i> / |w_i|``.
 
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
@@ -55,30 +57,30 @@ def _project(h: Array, w: Array, rows: Rows) -> tuple[Array, Array]:
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
     threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
     noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
-    return u - leak * w, jnp.where(noise, 0, square)
+    return u - leak * w, jnp.where(noise, 0, square), along * jnp.sqrt(jnp.where(ww > 0, ww, 1))
 
 
-def _unit(u: Array, square: Array, eps: Any) -> Array:
+def unit(u: Array, square: Array, eps: Any) -> Array:
     norm = jnp.sqrt(jnp.where(square == 0, 1, square))
     return jnp.where(square == 0, 0, u / jnp.maximum(norm, eps))
 
 
 def project(h: Array, w: Array, rows: Rows) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square = _project(h, w, rows)
+    u, square, _ = split(h, w, rows)
     return jnp.where(square == 0, 0, u)
 
 
 def normalize(h: Array, rows: Rows, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
     (square,) = rows.sums(product(h, h))
-    return _unit(h, square, eps)
+    return unit(h, square, eps)
 
 
 def project_and_normalize(h: Array, w: Array, rows: Rows, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
-    u, square = _project(h, w, rows)
-    return _unit(u, square, eps)
+    u, square, _ = split(h, w, rows)
+    return unit(u, square, eps)
 
 
 def restore_norms(update: Array, w: Array, rows: Rows) -> Array:
@@ -121,7 +123,7 @@ def check_row_scale(row_scale: str, base_fan_in: Any, rms: Any) -> None:
     check_range("rms", rms, 0)
 
 
-def _stateless(
+def stateless(
     fn: Callable[[Rows, Array, Array], Array],
     weight_dimension_numbers: WeightDimensionNumbers,
     needs_params: bool,
@@ -177,7 +179,7 @@ def row_project(
     References:
       Nora paper, section 4.2, row-wise perpendicular projection; Algorithm 1.
     """
-    return _stateless(
+    return stateless(
         lambda rows, h, w: project(h, w, rows), weight_dimension_numbers, needs_params=True
     )
 
@@ -213,7 +215,7 @@ def row_normalize(
       Nora paper, section 4.2, row-wise normalization; Algorithm 1.
     """
     check_range("eps", eps, 0)
-    return _stateless(
+    return stateless(
         lambda rows, h, _: normalize(h, rows, eps), weight_dimension_numbers, needs_params=False
     )
 
@@ -262,7 +264,7 @@ def scale_by_row_shape(
         fans = rows.fan_in(update.shape), rows.fan_out(update.shape)
         return update * row_scale_of(row_scale, *fans, base_fan_in, rms)
 
-    return _stateless(scale, weight_dimension_numbers, needs_params=False)
+    return stateless(scale, weight_dimension_numbers, needs_params=False)
 
 
 def keep_row_norms(
@@ -293,6 +295,6 @@ def keep_row_norms(
       ...     optax_nora.keep_row_norms(weight_dimension_numbers=optax_nora.by_path({})),
       ... )
     """
-    return _stateless(
+    return stateless(
         lambda rows, u, w: restore_norms(u, w, rows), weight_dimension_numbers, needs_params=True
     )

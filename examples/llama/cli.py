@@ -1,6 +1,7 @@
 """The command line and the file of a run: how they are read, checked, written and compared."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import sys
@@ -19,7 +20,7 @@ RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_ev
 # What two runs that are the same may differ in: where they run and how fast, what they print. Their
 # text is the same if its checksum is, wherever it lies.
 FREE = {"preset", "config", "name", "out", "resume", "micro_batch", "remat", "loss_chunk"}
-FREE |= {"log_every", "eval_every", "geometry_every", "save_every", "keep", "prompt"}
+FREE |= {"log_every", "eval_every", "geometry_every", "save_every", "keep", "tensorboard", "prompt"}
 FREE |= {f"data.{name}" for name in ("path", "cache", "tokenizer", "text_field", "held_out")}
 FREE |= {f"mesh.{name}" for name in ("data", "fsdp", "tensor")}
 FREE |= {f"hosts.{name}" for name in ("coordinator", "count", "index")}
@@ -91,6 +92,9 @@ def check(config: Config) -> None:
     for name, value in positive.items():
         if value < 1:
             raise UserError(f"{name} is {value}: it must be positive")
+    if config.tensorboard and not importlib.util.find_spec("tensorboardX"):
+        mend = "pip install -e '.[examples,tensorboard]'"
+        raise UserError(f"--tensorboard needs the package tensorboardX: {mend}")
     if not 0 < config.data.held_out < 1:
         raise UserError(f"data.held_out is {config.data.held_out}: it must be between 0 and 1")
     if model.width % model.heads or model.head_dim % 2:

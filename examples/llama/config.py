@@ -130,6 +130,10 @@ class Config:
     """How long the step of a row is, given its matrix's shape. None: the optimizer's own."""
     base_fan_in: int | None = None
     """Fan-in at which the learning rate was tuned, for `row_scale` width."""
+    radial: float | None = None
+    """Step of the rows' lengths against their turning, for Nora. None: rows only turn."""
+    deflate: int | None = None
+    """Directions that the rows of a matrix share, taken out of Nora's steps. None: none."""
     keep_row_norms: bool = False
     """Turn the rows of matrices, never stretch them."""
     clip: float = 1.0
@@ -168,6 +172,8 @@ class Config:
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 2
     """Checkpoints kept."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard too; needs the extra `tensorboard`."""
     prompt: str = "The "
     """Beginning of the sample that is generated at the end."""
 

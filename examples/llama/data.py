@@ -7,8 +7,10 @@ counts unless its input is `end`, so no loss is taken across documents, nor on p
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ class Corpus:
     def shards(self, split: str) -> list[np.ndarray]:
         """The tokens of a split, mapped from disk."""
         names = [shard["file"] for shard in self.splits[split]]
-        return [np.load(self.folder / name, mmap_mode="r") for name in names]
+        # Plain views: slicing a np.memmap makes another np.memmap, which takes longer than reading.
+        return [np.load(self.folder / name, mmap_mode="r").view(np.ndarray) for name in names]
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
@@ -98,13 +101,13 @@ class Contexts:
 
     def __init__(self, shards: list[np.ndarray], context: int, end: int):
         self.shards, self.context, self.end = shards, context, end
-        self.stops = np.cumsum([-(-(len(shard) - 1) // context) for shard in shards])
+        self.stops = list(accumulate(-(-(len(shard) - 1) // context) for shard in shards))
 
     def __len__(self) -> int:
-        return int(self.stops[-1])
+        return self.stops[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        shard = int(np.searchsorted(self.stops, index, side="right"))
+        shard = bisect_right(self.stops, index)
         first = index - (self.stops[shard - 1] if shard else 0)
         return _row(self.shards[shard], first * self.context, None, self.context, self.end)
 
@@ -115,13 +118,13 @@ class Documents:
     def __init__(self, shards: list[np.ndarray], context: int, end: int):
         self.shards, self.context, self.end = shards, context, end
         self.ends = [np.flatnonzero(shard == end) for shard in shards]
-        self.stops = np.cumsum([len(ends) for ends in self.ends])
+        self.stops = list(accumulate(len(ends) for ends in self.ends))
 
     def __len__(self) -> int:
-        return int(self.stops[-1])
+        return self.stops[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        shard = int(np.searchsorted(self.stops, index, side="right"))
+        shard = bisect_right(self.stops, index)
         i = index - (self.stops[shard - 1] if shard else 0)
         ends = self.ends[shard]
         start = ends[i - 1] + 1 if i else 0
@@ -162,8 +165,11 @@ def train_batches(
         An iterator of int32 (batch / processes, context + 1), with `get_state` and `set_state`.
     """
     process, processes = shard
-    dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    dataset = dataset[process::processes].batch(batch // processes)
+    # Indices, not rows, go through grain: its bookkeeping of an element takes longer than a row.
+    indices = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
+    dataset = indices[process::processes].batch(
+        batch // processes, batch_fn=lambda picked: np.stack([source[i] for i in picked])
+    )
     options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
     return iter(dataset.to_iter_dataset(options))
 

@@ -15,7 +15,8 @@ def cross_entropy(
     """Weighted sum of -log softmax(hidden @ head)[target], `chunk` positions of T at a time.
 
     Chunks are cut along T, which no mesh axis splits, so they need no communication. The gradient
-    is made along with the loss, chunk by chunk: the logits are computed once, and never kept.
+    is made along with the loss, chunk by chunk: the logits are computed once, and never kept. With
+    gradients the logits are stored in the dtype of `hidden`, without in float32; sums are float32.
     """
     return _loss(hidden_BxTxD, head_DxV, targets_BxT, weights_BxT, chunk, with_grads=False)[0]
 
@@ -26,7 +27,9 @@ def _loss(hidden, head, targets, weights, chunk, with_grads) -> tuple[Array, Any
     def step(carry, xs):
         total, head_grad = carry
         h, target, weight = xs
-        logits = jnp.einsum("btd,dv->btv", h, head, preferred_element_type=jnp.float32)
+        stored = h.dtype if with_grads else jnp.float32
+        logits = jnp.einsum("btd,dv->btv", h, head, preferred_element_type=stored)
+        logits = logits.astype(jnp.float32)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         hit = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         total += jnp.sum((log_z - hit) * weight)

@@ -59,8 +59,9 @@ class Parts:
         return nnx.RMSNorm(self.config.width, epsilon=self.config.norm_eps, **self.common)
 
     def embed(self) -> nnx.Embed:
-        c = self.config
-        return nnx.Embed(c.vocab_size, c.width, embedding_init=self.init, **self.common)
+        """In float32: the gradient of a common word is a sum of thousands, lost in bfloat16."""
+        c, common = self.config, self.common | {"dtype": jnp.float32}
+        return nnx.Embed(c.vocab_size, c.width, embedding_init=self.init, **common)
 
 
 class Attention(nnx.Module):
@@ -153,7 +154,7 @@ class Llama(nnx.Module):
         key, block_key = jax.random.split(key)
         keys = jax.random.split(block_key, config.layers)
         parts = Parts(config, nnx.Rngs(key), dtype)
-        self.config, self.activations = config, activations
+        self.config, self.dtype, self.activations = config, dtype, activations
         self.scan_layers, self.remat = scan_layers, remat
         self.embed = parts.embed()
         self.layers: Any = (
@@ -165,7 +166,7 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BxT: Array, start: int | Array = 0, cache: Cache | None = None):
         """Hidden states (B, T, D) of tokens at positions start, start + 1, ...; the new cache."""
         positions = start + jnp.arange(tokens_BxT.shape[1])
-        x = self.embed(tokens_BxT)
+        x = self.embed(tokens_BxT).astype(self.dtype)
         if self.activations is not None and cache is None:
             x = jax.lax.with_sharding_constraint(x, self.activations)
         x, cache = self._blocks(x, positions, cache)

@@ -1,6 +1,6 @@
 """Every optimizer of the comparison: one signature, one routing, one auxiliary AdamW.
 
-Learning rates are arguments of the compiled step, not constants in it: one compile serves a sweep.
+`Rates` are arguments of the compiled step, not constants in it: one compile serves a sweep.
 """
 
 import functools
@@ -18,10 +18,13 @@ from examples.llama.config import Config, UserError
 
 
 class Rates(NamedTuple):
-    """Learning rates: of the matrices, and of everything else."""
+    """Numbers of a run that its compiled step is told: what a sweep varies."""
 
-    matrix: float | Array
-    other: float | Array
+    matrix: float | Array  # learning rate of the matrices, at its peak
+    other: float | Array  # learning rate of everything else, at its peak
+    weight_decay: float | Array  # of the matrices
+    warmup: float | Array  # steps
+    steps: float | Array
 
 
 class Recipe(NamedTuple):
@@ -33,7 +36,7 @@ class Recipe(NamedTuple):
     adam_learning_rate: float = 5e-3
 
 
-def _plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
+def plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
     """`matrix_rule` for the matrices and AdamW for the rest, routed as Nora is."""
 
     def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
@@ -68,10 +71,10 @@ RECIPES = {
     "mano": Recipe(optax_nora.baselines.mano, 0.005),
     "muon": Recipe(optax_nora.baselines.muon, 0.01),
     "sso": Recipe(optax_nora.baselines.sso, 0.01),
-    "adamw": Recipe(_plain(_adamw), 0.002),
+    "adamw": Recipe(plain(_adamw), 0.002),
     "adamp": Recipe(optax_nora.baselines.adamp, 0.002),
     "sgdp": Recipe(optax_nora.baselines.sgdp, 0.1),
-    "sgd": Recipe(_plain(_sgd), 0.3),
+    "sgd": Recipe(plain(_sgd), 0.3),
 }
 
 
@@ -85,17 +88,20 @@ def recipe(config: Config) -> Recipe:
 
 
 def peak_rates(config: Config) -> Rates:
-    """The learning rates of the compiled step."""
+    """The arguments of the compiled step, with the learning rates at their peak."""
     chosen = recipe(config)
-    return Rates(jnp.float32(chosen.learning_rate), jnp.float32(chosen.adam_learning_rate))
+    numbers = chosen.learning_rate, chosen.adam_learning_rate, chosen.weight_decay
+    return Rates(*map(jnp.float32, (*numbers, config.warmup, config.steps)))
 
 
-def schedule(step: Array, config: Config) -> Array:
-    """The fraction of the peak learning rate: linear warm-up, then cosine to `final_fraction`."""
-    progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
+def rates_at(step: Array, peak: Rates, final_fraction: float) -> Rates:
+    """The learning rates of a step: linear warm-up, then cosine to `final_fraction` of the peak."""
+    warmup = jnp.maximum(peak.warmup, 1)
+    progress = (step - peak.warmup) / jnp.maximum(peak.steps - peak.warmup, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0, 1)))
-    decayed = config.final_fraction + (1 - config.final_fraction) * cosine
-    return jnp.where(step < config.warmup, (step + 1) / max(config.warmup, 1), decayed)
+    decayed = final_fraction + (1 - final_fraction) * cosine
+    fraction = jnp.where(step < peak.warmup, (step + 1) / warmup, decayed)
+    return peak._replace(matrix=fraction * peak.matrix, other=fraction * peak.other)
 
 
 def dimension_numbers(config: Config):
@@ -106,16 +112,15 @@ def dimension_numbers(config: Config):
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
     """Clipping, the optimizer, float32 copies where the precision asks for them."""
     chosen = recipe(config)
-    rows = {"row_scale": config.row_scale, "base_fan_in": config.base_fan_in}
-    options: dict[str, Any] = {name: x for name, x in rows.items() if x is not None}
-    if config.momentum is not None:
-        options["momentum"] = config.momentum
+    names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
+    given = {name: getattr(config, name) for name in names}
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     numbers = dimension_numbers(config)
     optimizer = chosen.make(
         rates.matrix,
-        weight_decay=chosen.weight_decay,
+        weight_decay=rates.weight_decay,
         adam_learning_rate=rates.other,
         weight_dimension_numbers=numbers,
         **options,

@@ -1,8 +1,8 @@
 """Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep rows.jsonl`."""
 
-import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,20 +11,12 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.llama import cli
+from examples.llama import cli, records
 from examples.llama.config import UserError
 
 matplotlib.use("agg")
+RATES = ("learning_rate", "adam_learning_rate")
 AGAINST = {"step": "steps", "tokens": "tokens", "seconds": "seconds of training"}
-
-
-def read_metrics(run: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def series(metrics: list[dict], x: str, y: str) -> tuple[list[float], list[float]]:
@@ -35,7 +27,7 @@ def series(metrics: list[dict], x: str, y: str) -> tuple[list[float], list[float
 
 def draw_run(run: Path, out: Path) -> None:
     """Training and held-out loss of one run against steps, with the unigram entropy."""
-    metrics = read_metrics(run)
+    metrics = records.read(run / "metrics.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*series(metrics, "step", "loss"), color="tab:blue", alpha=0.4, label="training")
@@ -52,7 +44,7 @@ def draw_runs(runs: list[Path], out: Path) -> None:
     figure = Figure(figsize=(14, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
     for run in runs:
-        metrics = read_metrics(run)
+        metrics = records.read(run / "metrics.jsonl")
         for axes, x in zip(panels[:3], AGAINST, strict=True):
             (line,) = axes.plot(*series(metrics, x, "held_out_loss"), "o-", ms=3, label=run.name)
             axes.plot(*series(metrics, x, "loss"), color=line.get_color(), alpha=0.25)
@@ -79,61 +71,79 @@ def _draw_norms(axes: Axes, metrics: list[dict], label: str) -> None:
     axes.legend(title="shade: least to greatest")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a sweep; `rate`, `loss` and `name` (what is not a rate or a seed) are added."""
-    try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+def read_rows(paths: Sequence[Path]) -> list[dict]:
+    """The rows of sweeps, each with its `loss` and a `name`: what is not a rate or a seed."""
+    rows = [row for path in paths for row in records.read(path)]
     common = set.intersection(*(set(row["run"].items()) for row in rows)) if rows else set()
     for row in rows:
-        own = dict(row["run"].items() - common) | {"optimizer": row["run"]["optimizer"]}
-        given = {k: v for k, v in own.items() if k not in ("optimizer", "learning_rate", "seed")}
-        row["name"] = ", ".join([own["optimizer"], *(f"{k} {v}" for k, v in sorted(given.items()))])
-        row["rate"] = row["run"]["learning_rate"]
+        own = dict(row["run"].items() - common)
+        given = {k: v for k, v in own.items() if k not in ("optimizer", *RATES, "seed")}
+        fields = (f"{k} {v}" for k, v in sorted(given.items()) if v is not None)
+        row["name"] = ", ".join([row["run"]["optimizer"], *fields])
         row["loss"] = math.inf if row["held_out_loss"] is None else row["held_out_loss"]
     return rows
 
 
-def losses_by_rate(rows: list[dict], name: str) -> dict[float, list[float]]:
-    """The final losses of all seeds at each rate."""
-    rates = sorted({row["rate"] for row in rows if row["name"] == name})
-    return {r: [w["loss"] for w in rows if (w["name"], w["rate"]) == (name, r)] for r in rates}
+def by_rates(rows: list[dict], name: str) -> dict[tuple[float, float], list[dict]]:
+    """The rows of a name at each pair of rates: one a seed."""
+    groups: dict[tuple[float, float], list[dict]] = {}
+    for row in rows:
+        if row["name"] == name:
+            groups.setdefault(tuple(row["run"][rate] for rate in RATES), []).append(row)
+    return groups
+
+
+def mean_loss(rows: list[dict]) -> float:
+    return statistics.mean(row["loss"] for row in rows)
+
+
+def losses_by_rate(rows: list[dict], name: str) -> dict[float, float]:
+    """The loss at each rate of the matrices, at the rate of everything else that suits it best."""
+    losses: dict[float, float] = {}
+    for (rate, _), group in by_rates(rows, name).items():
+        losses[rate] = min(losses.get(rate, math.inf), mean_loss(group))
+    return dict(sorted(losses.items()))
+
+
+def best_runs(rows: list[dict], name: str) -> list[dict]:
+    """The rows at the best pair of rates."""
+    return min(by_rates(rows, name).values(), key=mean_loss)
 
 
 def draw_sweep(rows: list[dict], out: Path) -> None:
-    """Final held-out loss against the learning rate, a line for each optimizer."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    """Final held-out loss against the rate; held-out loss of the best runs against seconds."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    rates, curves = figure.subplots(1, 2)
     for name in dict.fromkeys(row["name"] for row in rows):
         losses = losses_by_rate(rows, name)
-        axes.plot(
-            list(losses), [statistics.mean(seeds) for seeds in losses.values()], "o-", label=name
-        )
-    axes.set(xlabel="learning rate of matrices", ylabel="held-out loss", xscale="log")
-    axes.legend()
+        (line,) = rates.plot(list(losses), list(losses.values()), "o-", label=name)
+        for row in best_runs(rows, name):
+            points = [(seconds, loss) for _, loss, seconds in row["held_out"] if loss]
+            curves.plot(*zip(*points, strict=True), "o-", ms=3, color=line.get_color(), label=name)
+    rates.set(xlabel="learning rate of matrices", ylabel="final held-out loss", xscale="log")
+    curves.set(xlabel="seconds of training", ylabel="held-out loss, best rates")
+    rates.legend()
     figure.savefig(out, dpi=120)
 
 
 def table(rows: list[dict]) -> list[str]:
-    """A Markdown table, best first: final loss at the best rate, and how it depends on the rate."""
-    reference = [row["loss"] for row in rows if row["run"]["optimizer"] == "adamw"]
-    goal = min(reference, default=-math.inf)
+    """A Markdown table, best first: final loss at the best rates, and how it depends on rates."""
+    names = {row["name"]: row["run"]["optimizer"] for row in rows}
+    ends = [[row["loss"] for row in best_runs(rows, n)] for n, o in names.items() if o == "adamw"]
+    goal = min(map(max, ends), default=-math.inf)  # where all seeds of the best AdamW get to
     lines = []
-    for name in {row["name"] for row in rows}:
-        losses = {r: statistics.mean(seeds) for r, seeds in losses_by_rate(rows, name).items()}
-        rate = min(losses, key=lambda r: losses[r])
-        best = [row for row in rows if (row["name"], row["rate"]) == (name, rate)]
-        seeds = [row["loss"] for row in best]
-        spread = f" ± {statistics.stdev(seeds):.4f}" if len(seeds) > 1 else ""
+    for name in names:
+        losses, best = losses_by_rate(rows, name), best_runs(rows, name)
+        rate, other = (best[0]["run"][rate] for rate in RATES)
+        spread = f" ± {statistics.stdev(r['loss'] for r in best):.4f}" if len(best) > 1 else ""
         times = [[s for _, x, s in row["held_out"] if x and x <= goal] for row in best]
         seconds = f"{statistics.mean(t[0] for t in times):.0f}" if all(times) else "never"
         speed = statistics.mean(row["tokens_per_second"] for row in best)
-        cells = (name, f"{losses[rate]:.4f}{spread}", len(seeds), f"{rate:g}")
-        worst = f"{max(losses.values()) - losses[rate]:.4f} over {len(losses)} rates"
-        lines.append((losses[rate], *cells, worst, f"{speed:,.0f}", seconds))
-    head = ("optimizer", "held-out loss", "seeds", "best rate", "worst rate is worse by")
-    head += ("tokens/s", "seconds to AdamW's loss")
+        cells = (name, f"{mean_loss(best):.4f}{spread}", len(best), f"{rate:g}", f"{other:g}")
+        worst = f"{max(losses.values()) - mean_loss(best):.4f} over {len(losses)} rates"
+        lines.append((mean_loss(best), *cells, worst, f"{speed:,.0f}", seconds))
+    head = ("optimizer", "held-out loss", "seeds", "best rate", "AdamW's rate")
+    head += ("worst rate is worse by", "tokens/s", "seconds to AdamW's loss")
     body = [map(str, line[1:]) for line in sorted(lines)]
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
@@ -144,7 +154,7 @@ class PlotConfig:
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Folders of the runs."""
-    sweep: Path | None = None
+    sweep: tuple[Path, ...] = ()
     """Rows of sweep.py, drawn in place of runs; their table is printed."""
     out: Path = Path("runs/plot.png")
     """The picture, of any format that matplotlib writes."""
@@ -155,6 +165,8 @@ def main(arguments: list[str]) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.sweep:
         rows = read_rows(options.sweep)
+        if not rows:
+            raise UserError(f"no rows in {', '.join(map(str, options.sweep))}")
         draw_sweep(rows, options.out)
         print("\n".join(table(rows)))
     elif options.runs:

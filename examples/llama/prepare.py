@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tyro
@@ -46,7 +47,7 @@ def _rank(name: str) -> float:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32
 
 
-def _open_tokenizer(path: Path) -> Tokenizer:
+def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -77,31 +78,55 @@ def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
         raise UserError(f"{config.path} is empty")
     held_out = max(config.held_out, min(first))  # of a small text, one document
     if config.tokenizer:
-        tokenizer = _open_tokenizer(config.tokenizer)
+        tokenizer = open_tokenizer(config.tokenizer)
     else:
         sample = islice((text for _, text in documents()), 200_000)
         tokenizer = train_tokenizer(sample, vocab_size)
-    end = tokenizer.token_to_id(END)
-    if end is None:
-        raise UserError(f"{config.tokenizer} has no word {END} to end a document with")
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        tokenizer.save(str(partial / "tokenizer.json"))
-        writers = {
-            name: _Writer(partial, name, tokenizer.get_vocab_size())
-            for name in ("train", "held_out")
-        }
+    end = end_of(tokenizer, config.tokenizer)
+
+    def tokenized() -> Iterator[Document]:
         stream = iter(documents())
         while batch := list(islice(stream, 1_000)):
             encodings = tokenizer.encode_batch([text for _, text in batch])
             for (name, text), encoding in zip(batch, encodings, strict=True):
                 split = "held_out" if _rank(name) <= held_out else "train"
-                writers[split].add([*encoding.ids, end], len(text.encode()))
+                yield Document(split, [*encoding.ids, end], len(text.encode()))
+
+    source = str(config.path or "the documentation of Python and its packages")
+    write_tokens(folder, source, tokenizer, tokenized())
+
+
+def end_of(tokenizer: Tokenizer, path: Path | None) -> int:
+    """The word that ends a document."""
+    if (end := tokenizer.token_to_id(END)) is None:
+        raise UserError(f"{path} has no word {END} to end a document with")
+    return end
+
+
+class Document(NamedTuple):
+    """A document as it is stored."""
+
+    split: str  # train or held_out
+    tokens: Sequence[int] | np.ndarray  # the last one is `end`
+    bytes: int  # of its text
+
+
+def write_tokens(
+    folder: Path, source: str, tokenizer: Tokenizer, documents: Iterable[Document]
+) -> None:
+    """Writes `documents` to `folder` with their manifest, whole or not at all."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        tokenizer.save(str(partial / "tokenizer.json"))
+        size = tokenizer.get_vocab_size()
+        writers = {name: _Writer(partial, name, size) for name in ("train", "held_out")}
+        for document in documents:
+            writers[document.split].add(document.tokens, document.bytes)
         manifest = {
-            "source": str(config.path or "the documentation of Python and its packages"),
-            "end": end,
-            "vocab_size": tokenizer.get_vocab_size(),
+            "source": source,
+            "end": tokenizer.token_to_id(END),
+            "vocab_size": size,
             "tokenizer": {"file": "tokenizer.json", "sha256": checksum(partial / "tokenizer.json")},
             **{name: writer.close() for name, writer in writers.items()},
         }
@@ -125,7 +150,7 @@ class _Writer:
         self.tokens: list[np.ndarray] = []
         self.size = self.bytes = 0
 
-    def add(self, ids: list[int], size: int) -> None:
+    def add(self, ids: Sequence[int] | np.ndarray, size: int) -> None:
         self.tokens.append(np.array(ids, self.dtype))
         self.size += len(ids)
         self.bytes += size

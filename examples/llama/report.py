@@ -11,6 +11,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from examples.llama import records
+from examples.llama.cli import flatten
 from examples.llama.config import Config, ModelConfig
 from examples.llama.evaluate import HeldOut
 from optax_nora import RowGeometry
@@ -36,16 +38,28 @@ PEAK_FLOPS = {
 }
 
 
+def peak_flops() -> float | None:
+    """Of all devices together, where it is known."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return peak and peak * jax.device_count()
+
+
 def _until(done: int, path: Path) -> list[dict]:
     """Cuts off what came after step `done`, which is going to be done again."""
     if not path.is_file():
         return []
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]  # whole ones
-    kept = [line for line in map(json.loads, lines) if line["step"] <= done and done]
+    kept = [line for line in records.read(path) if line["step"] <= done and done]
     whole = path.with_suffix(".tmp")
     whole.write_text("".join(json.dumps(line) + "\n" for line in kept))
     whole.replace(path)
     return kept
+
+
+def open_board(folder: Path, done: int):
+    """A writer of TensorBoard's event files; what they hold of later steps is hidden."""
+    from tensorboardX import SummaryWriter  # an extra
+
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
 
 def flops_a_token(model: ModelConfig) -> float:
@@ -68,12 +82,14 @@ class Report:
 
     def __init__(self, folder: Path, config: Config, done: int):
         self.tokens_a_step = config.batch * config.model.context
-        peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
-        self.peak_speed = peak and peak * jax.device_count() / flops_a_token(config.model)
+        peak = peak_flops()
+        self.peak_speed = peak and peak / flops_a_token(config.model)
         path = folder / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         kept = _until(done, path)
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.file = path.open("a")
+        on = config.tensorboard and jax.process_index() == 0
+        self.board = open_board(folder / "tensorboard", done) if on else None
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -99,6 +115,8 @@ class Report:
     def __exit__(self, *_):
         self.progress.stop()
         self.file.close()
+        if self.board:
+            self.board.close()
 
     def write(self, step: int, **values) -> None:
         line = {
@@ -108,6 +126,9 @@ class Report:
         }
         self.file.write(json.dumps(line | values) + "\n")
         self.file.flush()
+        if self.board:
+            for name, value in flatten(values):
+                self.board.add_scalar(name.replace(".", "/"), value, step)
 
     def training(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """The metrics of a step, for which this waits."""
@@ -132,6 +153,13 @@ class Report:
         self.write(step, **values, **more)
         text = f"{result.loss:.4f} nats a token, perplexity {result.perplexity:,.1f}"
         say(f"step {step:>6,}: held-out loss {text}")
+
+    def optimizer(self, step: int, seconds: float) -> None:
+        """The optimizer's part of a step."""
+        whole = self.seconds / step
+        self.write(step, optimizer_seconds=seconds, optimizer_share=round(seconds / whole, 4))
+        part = f"{1e3 * seconds:.2f} of {1e3 * whole:.2f} ms"
+        say(f"the optimizer takes {part} of a step, {seconds / whole:.1%}")
 
     def rows(self, step: int, geometry: dict[str, RowGeometry]) -> None:
         """What the rows of every matrix do after a step."""

@@ -15,7 +15,13 @@ from examples.llama import data, sharding
 from examples.llama.config import Config, UserError
 from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
-from examples.llama.optimizers import Rates, dimension_numbers, make_optimizer, schedule
+from examples.llama.optimizers import (
+    Rates,
+    dimension_numbers,
+    make_optimizer,
+    peak_rates,
+    rates_at,
+)
 from optax_nora import RowGeometry, row_geometry
 
 
@@ -29,13 +35,14 @@ class State(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The compiled functions of a run; none of them holds a learning rate or a seed."""
+    """The compiled functions of a run; none of them holds a number of `Rates`, or a seed."""
 
     graph: Any
     leaf_names: list[str]
     state: State  # shapes, dtypes and shardings
     init: Callable[[Array], State]
     train: Callable[[State, Array, Rates], tuple[State, dict[str, Array]]]
+    optimize: Callable[[State, Any, Rates], tuple[Any, Any]]  # a part of `train`, to be timed
     geometry: Callable[[State, Array, Rates], dict[str, RowGeometry]]
     evaluate: Callable[[Any, Array], tuple[Array, Array]]
 
@@ -73,7 +80,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         params = nnx.to_pure_dict(nnx.state(make_model(key), nnx.Param))
         if config.precision.startswith("bfloat16"):
             params = optax.tree.cast(params, jnp.bfloat16)
-        opt_state = make_optimizer(config, Rates(0.0, 0.0)).init(params)
+        opt_state = make_optimizer(config, peak_rates(config)).init(params)
         return State(params, opt_state, jnp.int32(0), jnp.int32(-1))
 
     def loss(params, tokens: Array, scale: float | Array) -> Array:
@@ -103,9 +110,13 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         return total, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
     def update(state: State, grads, rates: Rates):
-        now = jax.tree.map(lambda rate: rate * schedule(state.step, config), rates)
+        now = rates_at(state.step, rates, config.final_fraction)
         optimizer = make_optimizer(config, now)
         return *optimizer.update(grads, state.opt_state, state.params), now
+
+    def optimize(state: State, grads, rates: Rates):
+        updates, opt_state, _ = update(state, grads, rates)
+        return optax.apply_updates(state.params, updates), opt_state
 
     def train(state: State, tokens: Array, rates: Rates) -> tuple[State, dict[str, Array]]:
         value, grads = mean_loss(state.params, tokens)
@@ -145,6 +156,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         ),
         jax.jit(init, out_shardings=shardings),
         jax.jit(train, donate_argnums=0, out_shardings=(shardings, everywhere)),
+        jax.jit(optimize, out_shardings=(params, opt_state)),
         jax.jit(geometry, out_shardings=everywhere),
         jax.jit(evaluate, out_shardings=everywhere),
     )

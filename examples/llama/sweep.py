@@ -1,14 +1,14 @@
 """Compares optimizers: `python -m examples.llama.sweep --grid GRID.yaml --out ROWS.jsonl`.
 
-A grid is a list of tables of fields; where a field is a list, all combinations are run. A row is
+A grid is a list of tables of fields; where a field is a list, all combinations are run. `best` is
+the value of that field in the best row of the same optimizer so far, `best*2` twice that. A row is
 written as each run ends, and a run whose row is there is skipped: a sweep can be stopped at any
-time, and go on on another machine. Rates and seeds are arguments of the compiled step, so that all
-runs that differ in them alone share one compile.
+time, and go on on another machine. Rates, decay, steps and seeds are arguments of the compiled
+step, so that all runs that differ in them alone share one compile.
 """
 
 import dataclasses
 import itertools
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,26 @@ import jax
 import tyro
 import yaml
 
-from examples.llama import cli
+import optax_nora
+from examples.llama import cli, records
 from examples.llama.config import Config, UserError
 from examples.llama.optimizers import recipe
 from examples.llama.prepare import prepare
+from examples.llama.step import Program
 from examples.llama.train import Trainer
 
-ARGUMENTS = ("learning_rate", "adam_learning_rate", "seed")  # of the compiled step
+RATES = ("learning_rate", "adam_learning_rate", "weight_decay")
+ARGUMENTS = (*RATES, "seed", "steps", "warmup", "eval_every")  # the compiled step is told them
 
 
-def read_grid(path: Path, base: list[str]) -> list[Config]:
-    """The settings of every run, in the order of the file; `base` are flags for all of them."""
+def read_grid(path: Path, base: list[str], rows: list[dict]) -> list[Config]:
+    """The settings of every run, in the order of the file.
+
+    Args:
+        path: the grid.
+        base: flags for all runs.
+        rows: where `best` is looked up.
+    """
     try:
         tables = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -38,9 +47,23 @@ def read_grid(path: Path, base: list[str]) -> list[Config]:
     for table in tables:
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for values in itertools.product(*choices):
-            own = cli.flags(dict(zip(table, values, strict=True)))
-            configs.append(with_rates(cli.resolve(cli.parse([*base, *own]))))
+            own = best_of(rows, dict(zip(table, values, strict=True)))
+            configs.append(with_rates(cli.resolve(cli.parse([*base, *cli.flags(own)]))))
     return configs
+
+
+def best_of(rows: list[dict], fields: dict) -> dict:
+    """`fields` with the value of the optimizer's best row in the place of `best` and `best*2`."""
+    wanted = {k: v for k, v in fields.items() if isinstance(v, str) and v.startswith("best")}
+    if not wanted:
+        return fields
+    optimizer = fields.get("optimizer")
+    own = [row for row in rows if row["run"]["optimizer"] == optimizer and row["held_out_loss"]]
+    if not own:
+        raise UserError(f"the grid asks for the best {', '.join(wanted)}: no row is of {optimizer}")
+    best = min(own, key=lambda row: row["held_out_loss"])["run"]
+    factors = {k: float(v.removeprefix("best").lstrip("*") or 1) for k, v in wanted.items()}
+    return fields | {k: factor * best[k] for k, factor in factors.items()}
 
 
 def with_rates(config: Config) -> Config:
@@ -50,7 +73,7 @@ def with_rates(config: Config) -> Config:
 
 
 def same_program(a: Config, b: Config) -> bool:
-    """Whether two runs differ in arguments of the compiled step alone."""
+    """Whether two runs differ alone in what the compiled step is told."""
     return dataclasses.replace(a, **{name: getattr(b, name) for name in ARGUMENTS}) == b
 
 
@@ -80,31 +103,41 @@ def run(trainer: Trainer) -> dict:
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "jax": jax.__version__,
+        "optax_nora": optax_nora.__version__,
     }
+
+
+def part_of(configs: list[Config], part: str) -> list[Config]:
+    """The third quarter of the runs for "3/4"."""
+    try:
+        number, parts = map(int, part.split("/"))
+    except ValueError:
+        number = parts = 0
+    if not 1 <= number <= parts:
+        raise UserError(f"part {part!r} is not of the form 1/4")
+    return configs[len(configs) * (number - 1) // parts : len(configs) * number // parts]
 
 
 def sweep(configs: list[Config], out: Path) -> None:
     """Runs what has no row yet, and appends a row as each run ends."""
-    lines = out.read_text("utf-8").splitlines() if out.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
-    done = [row["run"] for row in rows]
-    if len(rows) < len(lines):
-        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = None
+    defaults = cli.identity(Config(), "")  # of fields that are newer than a row
+    done = [defaults | row["run"] for row in records.read(out)] if out.exists() else []
+    compiled: list[tuple[Config, Program]] = []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)
         identity = cli.identity(config, corpus.identity)
         if identity in done:
             continue
-        if trainer is None or not same_program(trainer.config, config):
+        program = next((p for known, p in compiled if same_program(known, config)), None)
+        if program is None:
             trainer = Trainer(config, corpus)
             trainer.start()
             trainer.advance()  # compiles, outside of what is timed
             trainer.measure()
-        trainer = Trainer(config, corpus, trainer.program)
-        row = {"run": identity} | run(trainer)
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            program = trainer.program
+            compiled.append((config, program))
+        row = {"run": identity} | run(Trainer(config, corpus, program))
+        records.append(out, row)
         done.append(identity)
         named = ", ".join(f"{name} {getattr(config, name)}" for name in ("optimizer", *ARGUMENTS))
         print(f"{number}/{len(configs)} {named}: held-out loss {row['held_out_loss']}", flush=True)
@@ -114,18 +147,23 @@ def sweep(configs: list[Config], out: Path) -> None:
 class SweepConfig:
     """Run a grid; what follows `--` is for every run, as for train.py."""
 
-    grid: Path
-    """A YAML list of tables of fields; every combination of their lists is run, in this order."""
+    grid: tuple[Path, ...]
+    """YAML lists of tables of fields; every combination of their lists is run, in this order."""
     out: Path
     """JSON lines, a row a run; appended to."""
+    best: tuple[Path, ...] = ()
+    """Rows in which `best` is looked up."""
+    part: str = "1/1"
+    """Which part of every grid, such as 1/4: one process for each GPU, all with the same `out`."""
 
 
 def main(arguments: list[str]) -> None:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = tyro.cli(SweepConfig, args=arguments[:split])
-    configs = read_grid(options.grid, arguments[split + 1 :])
+    rows = [row for path in options.best for row in records.read(path)]
+    grids = [read_grid(path, arguments[split + 1 :], rows) for path in options.grid]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    sweep(configs, options.out)
+    sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
 
 
 if __name__ == "__main__":

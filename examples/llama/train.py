@@ -132,6 +132,16 @@ class Trainer:
             f"the state before it is saved as step {step}"
         )
 
+    def optimizer_seconds(self, repeats: int = 10) -> float:
+        """Time of the part of a step that is the optimizer's: clipping, update, new parameters."""
+        grads = self.state.params  # of the shapes of gradients, which is all that times depend on
+        for count in (1, repeats):  # the first call compiles
+            start = time.perf_counter()
+            for _ in range(count):
+                result = self.program.optimize(self.state, grads, self.rates)
+            jax.block_until_ready(result)
+        return (time.perf_counter() - start) / repeats
+
     def show(self) -> None:
         """What is about to be trained, on what."""
         config = self.config
@@ -210,6 +220,8 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
                 with report.aside(trainer.state):
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)
             trainer.fit(checkpoints, report, stopped)
+            if trainer.step == config.steps:
+                report.optimizer(trainer.step, trainer.optimizer_seconds())
     if trainer.step < config.steps:
         say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return

@@ -63,10 +63,9 @@ def mano(
         odd = state.count % 2 == 0
 
         def step(rows: Rows, mu: Array, w: Array) -> Array:
-            across = Rows(rows.output, rows.reduction, rows.output_mesh, rows.reduction_mesh)
             return jax.lax.cond(
                 odd,
-                lambda: project_and_normalize(mu, widen(w), across, eps),
+                lambda: project_and_normalize(mu, widen(w), rows.across, eps),
                 lambda: project_and_normalize(mu, widen(w), rows, eps),
             ).astype(jnp.result_type(w))
 

@@ -14,6 +14,8 @@ from optax_nora._nora import matrices_and_adamw, nora
 Direction = Callable[..., optax.GradientTransformation]
 Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
 
+NORAS_OWN = {"radial", "deflate"}  # what its peers do not take
+
 
 def like_nora(**defaults: Any) -> Callable[[Direction], Optimizer]:
     """Make a direction for matrices an optimizer that is called as `nora` is.
@@ -29,6 +31,7 @@ def like_nora(**defaults: Any) -> Callable[[Direction], Optimizer]:
         parameters=[
             p.replace(default=defaults.get(name, p.default))
             for name, p in of_nora.parameters.items()
+            if name not in NORAS_OWN
         ]
     )
 

@@ -60,6 +60,8 @@ def files(folder) -> set[str]:
         ("--data.held-out 1.5", "error: data.held_out is 1.5: it must be between 0 and 1"),
         ("--model.context 5000", "is too short"),
         ("--optimizer adamw --row-scale unit", "error: optimizer 'adamw' takes no row_scale"),
+        ("--optimizer muon --deflate 1", "error: optimizer 'muon' takes no deflate"),
+        ("--optimizer rmnp --radial 1", "error: optimizer 'rmnp' takes no radial"),
         ("--config {out}/none.yaml", "error: config {out}/none.yaml cannot be read"),
     ],
 )

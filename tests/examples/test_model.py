@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from examples.llama.config import PRESETS, ModelConfig
+from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama, rotate
 from examples.llama.sample import generate
 
@@ -153,3 +154,25 @@ def test_initial_weights_have_the_std_of_the_settings():
             np.testing.assert_array_equal(leaf[...], 1)
         else:  # 5 standard errors of a std over n draws: 5 / sqrt(2 n)
             assert jnp.std(leaf[...]) == pytest.approx(0.02, rel=5 / (2 * leaf[...].size) ** 0.5)
+
+
+def test_gradients_in_bfloat16_are_those_in_float32():
+    """For every leaf, with words as common as in text: thousands of terms in a sum."""
+    config = dataclasses.replace(TINY, vocab_size=32, context=128)
+    tokens = jnp.asarray(np.random.default_rng(0).zipf(1.5, (64, 129)).clip(1, 31), jnp.int32)
+    weights = jnp.full((64, 128), 1 / (64 * 128))
+
+    def gradients(dtype):
+        graph, state = nnx.split(Llama(config, jax.random.key(0), dtype=dtype))
+
+        def loss(state):
+            model = nnx.merge(graph, state)
+            hidden, _ = model(tokens[:, :-1])
+            return cross_entropy(hidden, model.lm_head.kernel[...], tokens[:, 1:], weights, 32)
+
+        return jax.jit(jax.grad(loss))(state)
+
+    low, full = gradients(jnp.bfloat16), gradients(jnp.float32)
+    for (path, x), y in zip(jax.tree.leaves_with_path(low), jax.tree.leaves(full), strict=True):
+        error = jnp.linalg.norm(x - y) / jnp.linalg.norm(y)
+        assert error < 0.03, jax.tree_util.keystr(path)  # bfloat16 rounds by 0.004; some add up

@@ -50,7 +50,7 @@ def finish(process: subprocess.Popen) -> str:
 
 def metrics(folder) -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    times = {"seconds", "tokens_per_second"}
+    times = {"seconds", "tokens_per_second", "optimizer_seconds", "optimizer_share"}
     return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from examples.llama import sharding, sweep, train
+from examples.llama import records, sharding, sweep, train
 from examples.llama.config import UserError
 from examples.llama.plot import draw_runs, draw_sweep, read_rows, table
 from examples.llama.plot import main as plot_main
@@ -19,10 +19,10 @@ def grid(corpus, tmp_path, monkeypatch):
     flags += " --model.context 16 --model.width 16 --model.layers 1 --model.heads 2"
     flags += " --model.vocab-size 304 --precision float32"
 
-    def read(text: str):
+    def read(text: str, rows: list[dict] = []):  # noqa: B006
         path = tmp_path / "grid.yaml"
         path.write_text(text)
-        return sweep.read_grid(path, flags.split(" "))
+        return sweep.read_grid(path, flags.split(" "), rows)
 
     return read
 
@@ -57,11 +57,11 @@ def test_what_is_done_is_skipped_and_rates_share_a_compile(grid, tmp_path, monke
     configs = grid("[{optimizer: nora, learning_rate: [0.01, 0.02], seed: [0, 1]}]")
     sweep.sweep(configs[:1], out)
     first = out.read_text()
-    out.write_text(first + '{"run": {"cut')  # as a killed sweep may leave it
+    out.write_text(first + '{"run": {"cut": {}')  # as a killed sweep may leave it
     sweep.sweep(configs, out)
     assert len(made) == 2  # one a call
     assert [program.train._cache_size() for program in made] == [1, 1]
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = records.read(out)
     assert json.dumps(rows[0]) + "\n" == first
     runs = [(row["run"]["learning_rate"], row["run"]["seed"]) for row in rows]
     assert runs == [(0.01, 0), (0.01, 1), (0.02, 0), (0.02, 1)]
@@ -69,6 +69,27 @@ def test_what_is_done_is_skipped_and_rates_share_a_compile(grid, tmp_path, monke
     assert [step for step, *_ in rows[0]["held_out"]] == [2, 4]
     sweep.sweep(configs, out)
     assert len(made) == 2
+
+
+def test_the_best_value_so_far(grid):
+    rows = [row("nora", 0.1, 0, 3.0), row("nora", 0.4, 0, 2.5), row("adamw", 0.2, 0, 2.0)]
+    rows += [row("nora", 9.0, 0, None)]
+    text = "[{optimizer: nora, learning_rate: [best, best*0.5, 0.3], seed: [0, 1]}]"
+    found = [config.learning_rate for config in grid(text, rows)]
+    assert found == [0.4, 0.4, 0.2, 0.2, 0.3, 0.3]
+    with pytest.raises(UserError, match="best learning_rate: no row is of muon"):
+        grid("[{optimizer: muon, learning_rate: best}]", rows)
+
+
+def test_parts_are_all_of_it(grid):
+    configs = grid("[{optimizer: nora, seed: [0, 1, 2, 3, 4, 5, 6]}]")
+    for parts in (1, 2, 3, 8):
+        cut = [sweep.part_of(configs, f"{i}/{parts}") for i in range(1, parts + 1)]
+        assert [config for piece in cut for config in piece] == configs
+        assert max(map(len, cut)) - min(map(len, cut)) <= 1
+    for part in ("0/2", "3/2", "2", "a/b"):
+        with pytest.raises(UserError, match="not of the form 1/4"):
+            sweep.part_of(configs, part)
 
 
 def test_a_run_of_a_sweep_is_that_of_the_trainer(grid, tmp_path, replaced):
@@ -79,13 +100,16 @@ def test_a_run_of_a_sweep_is_that_of_the_trainer(grid, tmp_path, replaced):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
     assert row["training"] == [[m["step"], m["loss"]] for m in metrics if "loss" in m]
-    assert row["held_out_loss"] == metrics[-1]["held_out_loss"]
+    assert row["held_out_loss"] == [m for m in metrics if "held_out_loss" in m][-1]["held_out_loss"]
     draw_runs([tmp_path / "run"], tmp_path / "runs.png")
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-def row(optimizer: str, rate: float, seed: int, loss: float | None, held_out=()) -> dict:
+def row(
+    optimizer: str, rate: float, seed: int, loss: float | None, held_out=(), other: float = 0.5
+) -> dict:
     run = {"optimizer": optimizer, "learning_rate": rate, "seed": seed, "clip": 1.0}
+    run["adam_learning_rate"] = other
     return {"run": run, "held_out_loss": loss, "tokens_per_second": 10, "held_out": list(held_out)}
 
 
@@ -95,13 +119,14 @@ def test_the_table_by_hand(tmp_path, capsys):
         row("nora", 0.1, 0, 2.0, [[1, 3.5, 1.0], [2, 2.9, 4.0], [3, 2.0, 9.0]]),
         row("nora", 0.1, 1, 2.2, [[1, 3.0, 2.0], [2, 2.2, 4.0]]),
         row("nora", 0.2, 0, 4.0, [[1, 4.0, 1.0]]),
+        row("nora", 0.2, 0, 3.7, [[1, 3.7, 1.0]], other=0.7),
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    lines = table(read_rows(path))[2:]
+    lines = table(read_rows([path]))[2:]
     assert lines == [
-        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 1.9000 over 2 rates | 10 | 3 |",
-        "| adamw | 3.0000 | 1 | 0.1 | 0.0000 over 1 rates | 10 | 2 |",
+        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 0.5 | 1.6000 over 2 rates | 10 | 3 |",
+        "| adamw | 3.0000 | 1 | 0.1 | 0.5 | 0.0000 over 1 rates | 10 | 2 |",
     ]
     plot_main(["--sweep", str(path), "--out", str(tmp_path / "sweep.png")])
     assert lines[0] in capsys.readouterr().out
@@ -112,12 +137,15 @@ def test_a_diverged_run_is_last_and_breaks_nothing(tmp_path):
     rows = [row("adamw", 0.1, 0, 3.0), row("sgd", 9.0, 0, None, [[1, None, 1.0]])]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    read = read_rows(path)
+    read = read_rows([path])
     draw_sweep(read, tmp_path / "sweep.png")
     assert table(read)[-1].startswith("| sgd | inf |")
 
 
-def test_nothing_to_draw():
+def test_nothing_to_draw(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match=r"no rows in .*empty.jsonl"):
+        plot_main(["--sweep", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "x.png")])
     with pytest.raises(UserError, match="nothing to draw"):
         plot_main([])
     with pytest.raises(UserError, match=r"none/metrics.jsonl cannot be read"):

@@ -1,13 +1,15 @@
 """A run: it learns, it goes on exactly where it stopped, and the mesh changes nothing but speed."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
-from examples.llama import cli, optimizers, sharding
+from examples.llama import cli, optimizers, sharding, speed
 from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import UserError
 from examples.llama.data import Contexts
@@ -18,7 +20,7 @@ from examples.llama.train import Trainer, train
 
 def metrics(config) -> list[dict]:
     lines = (config.out / config.name / "metrics.jsonl").read_text().splitlines()
-    times = {"seconds", "tokens_per_second"}
+    times = {"seconds", "tokens_per_second", "optimizer_seconds", "optimizer_share"}
     return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 
@@ -161,21 +163,31 @@ def test_accumulation_equals_one_large_batch(small, replaced, corpus, micro_batc
     np.testing.assert_allclose(losses(parts, corpus, 8), losses(one, corpus, 8), atol=1e-5)
 
 
-def test_one_compile_serves_all_learning_rates_and_seeds(small, corpus):
+def test_one_compile_serves_a_sweep(small, replaced, corpus):
     program = make_program(small, _mesh(small), corpus.end)
     tokens = jnp.ones((small.batch, small.model.context + 1), jnp.int32)
     for seed, rate in enumerate((0.1, 0.01)):
         state = program.init(jax.random.key(seed))
-        rates = optimizers.Rates(jnp.float32(rate), jnp.float32(rate))
-        program.train(state, tokens, rates)
+        config = replaced(
+            small, learning_rate=rate, weight_decay=rate, seed=seed, steps=9 + seed, warmup=seed
+        )
+        program.train(state, tokens, optimizers.peak_rates(config))
     assert program.train._cache_size() == program.init._cache_size() == 1
 
 
 def test_the_schedule_warms_up_and_ends_at_its_fraction(small, replaced):
-    config = replaced(small, warmup=4, steps=12, final_fraction=0.1)
-    rates = [float(optimizers.schedule(jnp.int32(i), config)) for i in range(13)]
-    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1])
-    np.testing.assert_allclose([rates[8], rates[12]], [0.55, 0.1], rtol=1e-6)
+    config = replaced(small, warmup=4, steps=12, learning_rate=2.0, adam_learning_rate=3.0)
+    peak = optimizers.peak_rates(config)
+    rates = [optimizers.rates_at(jnp.int32(i), peak, 0.1) for i in range(13)]
+    np.testing.assert_allclose([r.matrix for r in rates[:5]], [0.5, 1, 1.5, 2, 2])
+    np.testing.assert_allclose([rates[8].matrix, rates[12].matrix], [1.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose([rates[0].other, rates[12].other], [0.75, 0.3], rtol=1e-6)
+    assert all(r.weight_decay == peak.weight_decay for r in rates)
+
+
+def test_without_warmup_the_first_step_is_at_the_peak(small, replaced):
+    peak = optimizers.peak_rates(replaced(small, warmup=0))
+    assert optimizers.rates_at(jnp.int32(0), peak, 0.1) == peak
 
 
 def test_evaluation_weighs_tokens_not_batches(corpus):
@@ -263,3 +275,51 @@ def test_the_rows_of_every_matrix_are_logged(small, replaced):
     assert len(rows) == 2 * 7  # of two blocks: query, key, value, out, gate, up, down
     assert rows["layers/0/mlp/up/kernel"]["norm_mean"] == pytest.approx(0.02 * 32**0.5, rel=0.1)
     assert all(0 < row["angle_mean"] < 1 for row in rows.values())
+
+
+def test_tensorboard_holds_the_metrics(small, replaced):
+    config = replaced(small, tensorboard=True, geometry_every=4)
+    train(config)
+    (events,) = (config.out / config.name / "tensorboard").iterdir()
+    written, data = {}, events.read_bytes()
+    while data:  # records of length, checksum, event, checksum
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        written |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
+        data = data[16 + size :]
+    logged = {
+        (line["step"], name.replace(".", "/")): value
+        for line in metrics(config)
+        for name, value in cli.flatten(line)
+    }
+    for key, value in logged.items():
+        if key[1] not in ("step", "tokens"):
+            assert written[key] == pytest.approx(value, rel=1e-6), key  # stored in float32
+    assert (4, "rows/layers/0/mlp/up/kernel/norm_mean") in written
+
+
+def test_tensorboard_without_its_package(small, replaced, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match="needs the package tensorboardX: pip install"):
+        cli.check(replaced(small, tensorboard=True))
+
+
+def test_speed_reports_what_it_measures(small, corpus, monkeypatch):
+    monkeypatch.setattr(speed, "STEPS", 2)
+    monkeypatch.setattr(speed, "REPEATS", 1)
+    trainer = Trainer(small, corpus)
+    found = speed.measure(trainer)
+    tokens = small.batch * small.model.context
+    assert found["tokens_per_second"] == round(tokens / found["step_seconds"])
+    assert min(found["optimizer_seconds"], found["step_seconds_same_batch"]) > 0
+    assert trainer.step == 3  # with text: one to compile, two to measure
+    assert int(trainer.state.step) == 5
+
+
+def test_the_optimizer_is_timed(small, replaced):
+    config = replaced(small, steps=4)
+    train(config)
+    path = config.out / config.name / "metrics.jsonl"
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["optimizer_seconds"] > 0
+    assert last["optimizer_share"] > 0

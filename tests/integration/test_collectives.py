@@ -76,6 +76,20 @@ def test_kernel(name):
     assert collectives(optax_nora.nora(0.02, weight_decay=0.1), params) == expected
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_deflation_sums_vectors(mesh, name):
+    """What rows share is a vector: no more than its length is said, and nothing is gathered."""
+    spec, rows = KERNELS[name]
+    params = place(mesh, {"kernel": ((16, 32), spec)})
+    found = collectives(optax_nora.nora(0.02, deflate=1), params)
+    split = params["kernel"].sharding.shard_shape((16, 32))
+    # A length, a start, three power steps and what is left for each row; columns: one sum more.
+    by_row, by_column = rows * (SUMS + 1 + 1 + 3 + 1), (split[1] < 32) * (1 + 3) * split[0]
+    norms = (split[0] < 16) * (1 + 3)
+    expected = FLOAT * (by_row + by_column + norms)
+    assert found == ({"all-reduce": expected} if expected else {})
+
+
 # Layers (4, 16, 32) stacked along axis 0: rows a device sums.
 STACKS = {
     "layers by model": (P("model"), 0),

@@ -82,6 +82,15 @@ def test_row_scale_rms(mesh):
     )
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_deflation(mesh, name):
+    compare(
+        mesh,
+        SPECS[name],
+        lambda numbers: optax_nora.nora(0.05, deflate=2, weight_dimension_numbers=numbers),
+    )
+
+
 @pytest.mark.parametrize("spec", [P(None, "x", "y"), P("x", "y"), P("y", None, "x")], ids=str)
 def test_stacked_layers(mesh, spec):
     compare(

@@ -1,0 +1,95 @@
+"""Tables and picture of docs/comparison.md, from its rows: `python -m docs.figures.comparison`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.llama.plot import best_runs, draw_sweep, mean_loss, read_rows, table
+
+DOCS = Path(__file__).parents[1]
+ROWS = [DOCS / "results" / "comparison" / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
+USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
+USUAL |= {"deflate": None, "keep_row_norms": False, "scan_layers": False}
+OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
+HEAD = {
+    "decay": ("optimizer", "weight decay 0", "weight decay 0.1"),
+    "precision": ("optimizer", "float32", "bfloat16, float32 copies", "bfloat16"),
+    "large": ("optimizer", "rate", "held-out loss", "tokens/s"),
+}
+
+
+def usual_decay(row: dict) -> bool:
+    """Whether the weight decay is the one that the paper gives the optimizer."""
+    return row["run"]["weight_decay"] == (0.0 if row["run"]["optimizer"] == "nora" else 0.1)
+
+
+def pick(rows: list[dict], **fields) -> list[dict]:
+    """The rows of the usual settings but for `fields`; None in `fields` is any value."""
+    wanted = {k: v for k, v in (USUAL | fields).items() if k not in fields or v is not None}
+    return [row for row in rows if all(row["run"].get(k) == v for k, v in wanted.items())]
+
+
+def cell(rows: list[dict]) -> str:
+    return f"{mean_loss(rows):.4f}" if rows else "not run"
+
+
+def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
+    """The runs at the optimizer's best rates, with its own decay."""
+    return best_runs([row for row in pick(rows) if usual_decay(row)], optimizer)
+
+
+def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
+    """Of `rows` those of seed 0 at the rates of `best`."""
+    wanted = {k: best[0]["run"][k] for k in ("optimizer", "learning_rate", "adam_learning_rate")}
+    return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
+
+
+def markdown(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *body)]
+
+
+def decay(rows: list[dict]) -> list[tuple[str, ...]]:
+    lines = []
+    for name in OPTIMIZERS:
+        best = seeds_of_best(rows, name)
+        cells = [cell(same_rates(pick(rows, weight_decay=x), best)) for x in (0.0, 0.1)]
+        lines.append((name, *cells))
+    return lines
+
+
+def precision(rows: list[dict]) -> list[tuple[str, ...]]:
+    lines = []
+    for name in OPTIMIZERS:
+        best = seeds_of_best(rows, name)
+        modes = ("mixed", "bfloat16_master", "bfloat16")
+        own = [row for row in rows if usual_decay(row)]
+        cells = [cell(same_rates(pick(own, precision=mode), best)) for mode in modes]
+        lines.append((name, *cells))
+    return lines
+
+
+def large(rows: list[dict]) -> list[tuple[str, ...]]:
+    lines = []
+    for row in sorted(pick(rows, batch=256, steps=600, deflate=None), key=lambda r: r["loss"]):
+        name = row["run"]["optimizer"] + (", deflate 1" if row["run"]["deflate"] else "")
+        speed = f"{row['tokens_per_second']:,}"
+        lines.append((name, f"{row['run']['learning_rate']:g}", cell([row]), speed))
+    return lines
+
+
+def tables() -> dict[str, list[str]]:
+    """The tables of the page by name."""
+    rows = read_rows(ROWS)
+    for row in rows:
+        row["name"] = row["run"]["optimizer"]  # each with its own decay
+    parts: dict[str, Callable] = {"decay": decay, "precision": precision, "large": large}
+    main = table([row for row in pick(rows) if usual_decay(row)])
+    return {"main": main} | {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
+
+
+if __name__ == "__main__":
+    rows = [row for row in read_rows(ROWS[:2]) if usual_decay(row)]
+    for row in rows:
+        row["name"] = row["run"]["optimizer"]
+    draw_sweep(rows, DOCS / "results" / "comparison" / "rates.svg")
+    for lines in tables().values():
+        print("\n".join(lines), end="\n\n")
