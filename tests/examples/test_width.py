@@ -50,6 +50,18 @@ def test_every_size_but_vocabulary_and_depth_follows_the_width(base):
         at_width(base, 100, "unit", 0.01)
 
 
+@pytest.mark.parametrize("size", ["cpu", "h100"])
+@pytest.mark.parametrize("module", [transfer, coordinates])
+def test_runs_of_every_size_differ_in_width_rate_and_row_scale_alone(module, size):
+    configs = module.grid(module.Args(size=size), ["--seed", "3"])
+    assert {config.model.width for config in configs} == set(module.SIZES[size].widths)
+    assert {config.row_scale for config in configs} == {"width", "fan_ratio", "rms", "unit"}
+    for same in ("head_dim", "layers", "vocab_size", "base_width"):
+        assert len({getattr(config.model, same) for config in configs}) == 1
+    assert len({(config.adam_learning_rate, config.steps) for config in configs}) == 1
+    assert {config.seed for config in configs} == {3}
+
+
 def test_exponent_of_a_power_law():
     widths = [64, 128, 1024]
     assert exponent(widths, [3 * n**-0.5 for n in widths]) == pytest.approx(-0.5)
