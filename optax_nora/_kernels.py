@@ -5,8 +5,7 @@ along other axes: one kernel sums the rows and a second writes, 32 bytes; why no
 docs/results/kernel-notes.md. Import this module where a kernel is used: pallas is slow to import.
 
 Row sums are in float64, and the projection rounds once, relative to its result: so one projection
-does what two in float32 do elsewhere (docs/numerics.md). Triton contracts no product and sum by
-itself: both kernels of a leaf make the same momentum, to the bit.
+does what two in float32 do elsewhere (docs/numerics.md).
 """
 
 import functools
@@ -104,7 +103,7 @@ def _first(
     batch, n, rows = w.shape
     parts = pl.cdiv(n, SUMS_TILE[0])
     (sums,) = _call(
-        functools.partial(_sums_kernel, shape=(n, rows), tile=SUMS_TILE),
+        functools.partial(_sums_kernel, shape=(n, rows), tile=SUMS_TILE, interpret=interpret),
         (pl.cdiv(rows, SUMS_TILE[1]), parts, batch),
         (coefficients, g, mu, w),
         0,
@@ -187,7 +186,7 @@ def _row_kernel(
         return ref.at[pl.ds(row, tile[0]), pl.ds(column, tile[1])]
 
     c = _read(coefficients)
-    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
     along, factor = _finish(c, *_sums(h, wide, axis=1))
     end = _end(c, h, wide, along[:, None], factor[:, None], out.dtype, write_weight, interpret)
     triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
@@ -203,9 +202,10 @@ def _sums_kernel(
     *,
     shape: tuple[int, int],
     tile: tuple[int, int],
+    interpret: bool,
 ) -> None:
     part, at, of_panel, inside, in_panel = _tile(shape, tile)
-    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside)
+    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, interpret)
     for k, total in enumerate(_sums(h, wide, axis=0)):
         for j, half in enumerate(_halves(total)):
             triton.store(of_panel(sums, part, 2 * k + j + 0 * part), half, mask=in_panel)
@@ -227,7 +227,7 @@ def _write_kernel(
 ) -> None:
     part, at, of_panel, inside, in_panel = _tile(shape, tile)
     c = _read(coefficients)
-    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
     high, low, factor = (
         triton.load(of_panel(found, k + 0 * part), mask=in_panel, other=0.0) for k in range(3)
     )
@@ -263,12 +263,14 @@ def _read(coefficients: Ref) -> Coefficients:
     return Coefficients(*(coefficients[k] for k in range(len(Coefficients._fields))))
 
 
-def _momentum(c: Coefficients, refs: Sequence[Ref], inside: Array) -> Sequence[Array]:
+def _momentum(
+    c: Coefficients, refs: Sequence[Ref], inside: Array, interpret: bool
+) -> Sequence[Array]:
     """The new momentum, the look-ahead h and the weight of a tile in float32; 0 outside."""
     g, mu, w = (triton.load(ref, mask=inside, other=0.0).astype(jnp.float32) for ref in refs)
     g = c.grad_scale * g
-    mu = c.one_minus_beta * g + c.beta * mu
-    return mu, c.one_minus_ahead * g + c.ahead * mu, w
+    mu = _fused_multiply_add(c.beta, mu, c.one_minus_beta * g, interpret)
+    return mu, _fused_multiply_add(c.ahead, mu, c.one_minus_ahead * g, interpret), w
 
 
 def _double(x: Array) -> Array:
@@ -288,7 +290,8 @@ def _halves(x: Array) -> tuple[Array, Array]:
 
 
 def _fused_multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
-    """``a * b + c``, rounded once."""
+    """``a * b + c``, rounded once: left to a compiler, h might differ from use to use."""
+    a = jnp.broadcast_to(a, b.shape)
     if interpret:
         with jax.enable_x64(True):
             return _single(_double(a) * _double(b) + _double(c))
@@ -297,7 +300,7 @@ def _fused_multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
         args=[a, b, c],
         constraints="=f,f,f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, a.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(b.shape, b.dtype)],
     )
     return out
 
@@ -331,7 +334,7 @@ def _end(
     interpret: bool,
 ) -> Array:
     """The weight after the step, or its update."""
-    high, low = (jnp.broadcast_to(half, w.shape) for half in _halves(along))
+    high, low = _halves(along)
     u = _fused_multiply_add(-low, w, _fused_multiply_add(-high, w, h, interpret), interpret)
     unit = jnp.where(factor == 0, 0, u * factor)
     update = (-c.learning_rate * (unit + c.weight_decay * w)).astype(dtype)
