@@ -217,8 +217,8 @@ def test_float64():
     with jax.enable_x64(True):
         w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5)))
         g = jnp.cos(w)
-        got = by_step(nora(0.1, backend="pallas"), {"w": w}, [{"w": g}])
-        want = by_update(nora(0.1, backend="xla"), {"w": w}, [{"w": g}])
+        pallas, xla = (optax_nora.nora(0.1, backend=backend) for backend in ("pallas", "xla"))
+        got, want = by_step(pallas, {"w": w}, [{"w": g}]), by_update(xla, {"w": w}, [{"w": g}])
     # In float64: two roundings.
     chex.assert_trees_all_close(got, want, rtol=1e-15, atol=1e-15)
 
@@ -258,7 +258,9 @@ def test_optax_takes_it_for_one_of_its_own():
     assert len(tx) == 2
     for wrapped in (
         optax.chain(optax.clip_by_global_norm(1e9), tx),
-        optax.inject_hyperparams(nora)(0.1, backend="pallas"),
+        optax.inject_hyperparams(optax_nora.nora)(
+            0.1, weight_dimension_numbers=ROWS, backend="pallas"
+        ),
         optax_nora.with_float32_master(tx),
     ):
         assert_same(by_update(wrapped, model())[0], expected("defaults")[0], unit=8)
