@@ -72,6 +72,11 @@ def _rows_are_whole(rows: Rows, *arrays: Any) -> bool:
     return len(kinds) == 1 and not split and len(set(specs)) == 1
 
 
+def _varies(x: Array) -> bool:
+    of = jax.typeof(x)
+    return bool(of.vma if hasattr(of, "vma") else of.manual_axis_type.varying)
+
+
 @functools.cache
 def by_kernel(
     rows: Rows, ndim: int, backend: str, *, write_weight: bool
@@ -82,10 +87,13 @@ def by_kernel(
     """
     kernel = functools.partial(_kernels().step, rows=rows, write_weight=write_weight)
     xla = functools.partial(by_xla, rows=rows, write_weight=write_weight)
-    elsewhere = functools.partial(kernel, interpret=True) if backend == "pallas" else xla
+    interpreted = functools.partial(kernel, interpret=True)
 
     def local(*operands: Array) -> tuple[Array, Array]:
-        return jax.lax.platform_dependent(*operands, cuda=kernel, default=elsewhere)
+        # Pallas' interpreter has no values that vary over the mesh axes of a shard_map.
+        interpret = backend == "pallas" and not _varies(operands[-1])
+        default = interpreted if interpret else xla
+        return jax.lax.platform_dependent(*operands, cuda=kernel, default=default)
 
     partitioned = _partitioned(local, xla, rows, ndim)
 
