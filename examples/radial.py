@@ -49,9 +49,7 @@ RULES: dict[str, Callable[[Radial], Array]] = {
     "none (Nora)": lambda radial: jnp.zeros_like(radial.cosine),
     "growth, whatever the loss": lambda radial: -jnp.ones_like(radial.cosine),
     "cosine": lambda radial: radial.cosine,
-    "cosine against chance (chosen)": lambda radial: jnp.clip(
-        radial.fan_in**0.5 * radial.cosine, -1, 1
-    ),
+    "cosine against chance": lambda radial: jnp.clip(radial.fan_in**0.5 * radial.cosine, -1, 1),
     "over its root mean square": over_the_rows,
     "sign": lambda radial: jnp.sign(radial.length),
 }

@@ -18,8 +18,7 @@ def turn_and_stretch(h: Array, w: Array, rows: Rows, eps: Any, radial: Any) -> A
     """`optax_nora._rows.project_and_normalize`, and radial times the relative change of length."""
     u, square, along = split(h, w, rows)
     norm = jnp.sqrt(jnp.where(along == 0, 1, square + along**2))
-    pull = rows.fan_in(h.shape) ** 0.5 * along / jnp.maximum(norm, eps)
-    return unit(u, square, eps) + radial * jnp.clip(pull, -1, 1) * w
+    return unit(u, square, eps) + radial * along / jnp.maximum(norm, eps) * w
 
 
 def scale_by_row_radius(
@@ -30,12 +29,12 @@ def scale_by_row_radius(
 ) -> optax.GradientTransformation:
     r"""Turn and stretch rows: `row_project` and `row_normalize`, and a step of each row's length.
 
-    The part of the update along the weight, :math:`r_i = \langle h_i, w_i \rangle / |w_i|`, which
-    the projection throws away, says whether the loss wants the row longer or shorter. Against what
-    chance would give, :math:`|h_i| / \sqrt{n}` with n the fan-in, it sets a relative change:
+    The part of the update along the weight, which the projection throws away, says whether the loss
+    wants the row longer or shorter. The cosine of their angle sets a relative change:
 
     .. math::
-      c_i = \mathrm{clip}(\sqrt{n} \, r_i / |h_i|, -1, 1), \quad h_i \leftarrow d_i + \kappa c_i w_i
+      c_i = \frac{\langle h_i, w_i \rangle}{|h_i| \, |w_i|}, \quad
+      h_i \leftarrow d_i + \kappa c_i w_i
 
     with :math:`d_i` Nora's unit row across :math:`w_i`. After the learning rate :math:`\eta` and
     the row scale s, a row turns as under Nora and its length changes by
@@ -65,8 +64,9 @@ def scale_by_row_radius(
       >>> w = {'kernel': jnp.array([[2.0], [0.0]])}  # one row, (2, 0)
       >>> tx = optax.chain(optax_nora.scale_by_row_radius(), optax.scale_by_learning_rate(0.1))
       >>> updates, _ = tx.update({'kernel': jnp.array([[-4.0], [-3.0]])}, tx.init(w), w)
-      >>> updates['kernel'].T  # a tenth longer, and a tenth across
-      Array([[0.2, 0.1]], dtype=float32)
+      >>> longer, across = updates['kernel'].T[0]  # by 0.8 of a tenth, and by a tenth
+      >>> round(float(longer), 6), round(float(across), 6)
+      (0.16, 0.1)
     """
     check_range("radial", radial, 0)
     check_range("eps", eps, 0)
