@@ -17,6 +17,8 @@ STYLES = {
     ("nora", "first"): ("Nora, rows along the first axis", "o", "tab:orange"),
     ("nora", "last"): ("Nora, rows along the last axis", "^", "tab:orange"),
     ("adamw", "first"): ("AdamW (optax)", "D", "tab:gray"),
+    ("step", "first"): ("step, rows along the first axis", "o", "tab:green"),
+    ("step", "last"): ("step, rows along the last axis", "^", "tab:green"),
     ("fused", "first"): ("fused kernels, rows along the first axis", "o", "tab:blue"),
     ("fused", "last"): ("fused kernels, rows along the last axis", "^", "tab:blue"),
 }

@@ -25,7 +25,8 @@ SETS = {
 }
 SetName = Literal["tiny", "60M", "135M", "350M", "1B", "7B"]
 OptimizerName = Literal["adamw", "nora", "muon"]
-StepName = Literal["adamw", "nora", "fused", "muon"]  # fused: Nora by `benchmarks.fused`
+# Nora's update by XLA or by kernels, both with `optax.apply_updates`, and its whole step.
+StepName = Literal["adamw", "nora", "nora-pallas", "step", "step-xla", "muon"]
 Layout = Literal["leaves", "stacked"]  # one leaf a matrix, or one leaf for all layers
 RowsAlong = Literal["first", "last"]  # Flax kernels (in, out), or (out, in) as in PyTorch
 
@@ -53,13 +54,19 @@ def dimension_numbers(layout: Layout, rows: RowsAlong) -> MuonDimensionNumbers:
     return MuonDimensionNumbers((reduction,), (output,))
 
 
+def nora(numbers: MuonDimensionNumbers, backend: str = "xla") -> optax_nora.StepTransformation:
+    return optax_nora.nora(
+        1e-3, weight_decay=0.1, weight_dimension_numbers=numbers, backend=backend
+    )
+
+
 def optimizer(name: OptimizerName, numbers: MuonDimensionNumbers) -> optax.GradientTransformation:
     """The optimizer as a user makes it, with weight decay."""
     match name:
         case "adamw":
             return optax.adamw(1e-3, weight_decay=0.1)
         case "nora":
-            return optax_nora.nora(1e-3, weight_decay=0.1, weight_dimension_numbers=numbers)
+            return nora(numbers)
         case "muon":
             return optax.contrib.muon(
                 1e-3,

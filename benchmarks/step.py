@@ -2,7 +2,8 @@
 
 Update and `optax.apply_updates` together, on the matrices of a LLaMA, against the least memory
 traffic that Nora could do with: read gradient, momentum and weight, write momentum and weight.
-"fused" is Nora as the kernels of `benchmarks.fused`, which the package doesn't use.
+"nora" and "nora-pallas" are its ``update`` by XLA and by kernels; "step" and "step-xla" are its
+``step``, which writes no updates, with ``backend="auto"`` and with XLA alone.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from benchmarks import fused, measure
+from benchmarks import measure
 from benchmarks.sets import (
     SETS,
     Layout,
@@ -24,8 +25,8 @@ from benchmarks.sets import (
     StepName,
     dimension_numbers,
     matrices,
+    nora,
     optimizer,
-    row_axes,
 )
 
 
@@ -82,26 +83,14 @@ def parameters(shapes: dict[str, tuple[int, ...]], dtype: Any, seed: int) -> dic
 
 def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
     """The state for parameters, and ``step((params, state), grads)``."""
-    if case.optimizer == "fused":
-        reduction, _ = row_axes(case.layout, case.rows)
-        interpret = jax.default_backend() != "gpu"
-
-        def fused_step(carry: Any, grads: Any) -> Any:
-            params, state = {}, {}
-            for name, w in carry[0].items():
-                state[name], params[name] = fused.step(
-                    grads[name],
-                    carry[1][name],
-                    w,
-                    (reduction,),
-                    learning_rate=1e-3,
-                    weight_decay=0.1,
-                    interpret=interpret,
-                )
-            return params, state
-
-        return lambda params: jax.tree.map(jnp.zeros_like, params), fused_step
-    tx = optimizer(case.optimizer, dimension_numbers(case.layout, case.rows))
+    numbers = dimension_numbers(case.layout, case.rows)
+    if case.optimizer in ("step", "step-xla"):
+        stepping = nora(numbers, "auto" if case.optimizer == "step" else "xla")
+        return stepping.init, lambda carry, grads: stepping.step(grads, carry[1], carry[0])
+    if case.optimizer == "nora-pallas":
+        tx = nora(numbers, "pallas")
+    else:
+        tx = optimizer(case.optimizer, numbers)
 
     def step(carry: Any, grads: Any) -> Any:
         params, state = carry
@@ -136,7 +125,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     cpu = jax.default_backend() == "cpu"
     sets = args.sets or (("60M",) if cpu else ("60M", "1B"))
     optimizers = args.optimizers or (
-        ("adamw", "nora") if cpu else ("adamw", "nora", "fused", "muon")
+        ("adamw", "nora") if cpu else ("adamw", "nora", "nora-pallas", "step", "muon")
     )
     cases = [
         Case(name, layout, rows, chosen)

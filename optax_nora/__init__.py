@@ -22,6 +22,7 @@ from optax_nora._rows import scale_by_row_shape as scale_by_row_shape
 from optax_nora._rules import by_path as by_path
 from optax_nora._rules import in_shard_map as in_shard_map
 from optax_nora._rules import stacked as stacked
+from optax_nora._step import StepTransformation as StepTransformation
 from optax_nora._summary import summarize as summarize
 
 __version__ = "0.1.0"

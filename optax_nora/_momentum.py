@@ -41,6 +41,11 @@ def zero_momentum(
     return map_leaves(zeros, params)
 
 
+def one_minus(rate: Any) -> Any:
+    """``1 - rate``: an injected rate comes in the parameters' dtype, where that loses digits."""
+    return 1 - (rate if isinstance(rate, float | int) else widen(rate))
+
+
 def scale_by_momentum(
     direction: Callable[[Array, Array, Rows], Array],
     beta: Any,
@@ -59,9 +64,7 @@ def scale_by_momentum(
         return MomentumState(mu=zero_momentum(params, mu_dtype, weight_dimension_numbers))
 
     def blend(rate: Any, a: Array, b: Array) -> Array:
-        # An injected rate comes in the parameters' dtype, where 1 - rate would lose digits.
-        rate = rate if isinstance(rate, float | int) else widen(rate)
-        return (1 - rate) * widen(a) + rate * widen(b)
+        return one_minus(rate) * widen(a) + rate * widen(b)
 
     def step(rows: Rows, g: Array, mu: Array, w: Array) -> Array:
         ahead = beta if momentum is None else momentum

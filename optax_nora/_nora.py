@@ -8,13 +8,21 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
+from optax_nora._backend import check_backend
 from optax_nora._checks import check_range, require_params
 from optax_nora._deflate import check_rank, deflated
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._momentum import scale_by_momentum
+from optax_nora._momentum import one_minus, scale_by_momentum
 from optax_nora._radius import turn_and_stretch
 from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
-from optax_nora._rows import project_and_normalize, scale_by_row_shape, widen
+from optax_nora._rows import (
+    Coefficients,
+    project_and_normalize,
+    row_scale_of,
+    scale_by_row_shape,
+    widen,
+)
+from optax_nora._step import StepTransformation, Update
 
 Array = jax.Array
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -215,7 +223,8 @@ def nora(
     adam_b2: Any = 0.95,
     adam_eps: Any = 1e-10,
     adam_weight_decay: Any = 0.0,
-) -> optax.GradientTransformationExtraArgs:
+    backend: str = "xla",
+) -> StepTransformation:
     r"""Nora for a whole model: its matrices by `scale_by_nora`, the rest by `optax.adamw`.
 
     .. math::
@@ -256,15 +265,19 @@ def nora(
       adam_b2: decay of AdamW's second moment.
       adam_eps: AdamW's epsilon, added to the root of the second moment.
       adam_weight_decay: decoupled weight decay of AdamW.
+      backend: ``"xla"``; ``"pallas"``, kernels for all matrices that have one, interpreted where
+        there is no GPU; ``"auto"``, kernels where they are faster: in ``step``, on NVIDIA's A100,
+        H100, H200 and B200. Kernels are for float32, bfloat16 and float16 whose reduction axes are
+        neighbours, without radial and deflate; all else is XLA's.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. Arithmetic is in float32 at the least; the updates
-      have the parameters' dtypes.
+      An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`. Arithmetic
+      is in float32 at the least; the updates have the parameters' dtypes.
 
     Raises:
-      ValueError: if a coefficient is out of range, row_scale is unknown or deflate is no int; at
-        ``init`` if a leaf is not floating, its axes are ambiguous or its dimension numbers do not
-        fit; at ``update`` without params.
+      ValueError: if a coefficient is out of range, row_scale or backend is unknown or deflate is no
+        int; at ``init`` if a leaf is not floating, its axes are ambiguous or its dimension numbers
+        do not fit; at ``update`` without params.
 
     Warns:
       UserWarning: at ``init`` if no leaf goes to Nora.
@@ -277,12 +290,14 @@ def nora(
       >>> loss = lambda p: jnp.sum((p['kernel'][0] + p['bias'] - 1.0) ** 2)
       >>> updates, state = tx.update(jax.grad(loss)(params), state, params)
       >>> params = optax.apply_updates(params, updates)
+      >>> params, state = tx.step(jax.grad(loss)(params), state, params)  # the same in one call
 
     References:
       Nora paper, Algorithm 1, and the authors' code at its end; docs/faithfulness.md says where the
       two and this function differ.
     """
-    return matrices_and_adamw(
+    check_backend(backend)
+    plain = matrices_and_adamw(
         scale_by_nora(
             beta,
             momentum,
@@ -305,4 +320,26 @@ def nora(
         adam_b2=adam_b2,
         adam_eps=adam_eps,
         adam_weight_decay=adam_weight_decay,
+    )
+
+    def coefficients(shape: tuple[int, ...], rows: Rows, decays: Any, count: Any) -> Coefficients:
+        ahead = beta if momentum is None else momentum
+        fans = rows.fan_in(shape), rows.fan_out(shape)
+        return Coefficients(
+            grad_scale=1.0,
+            beta=beta,
+            one_minus_beta=one_minus(beta),
+            ahead=ahead,
+            one_minus_ahead=one_minus(ahead),
+            eps=eps,
+            row_scale=row_scale_of(row_scale, *fans, base_fan_in, rms),
+            weight_decay=jnp.where(decays, weight_decay, 0.0),
+            learning_rate=learning_rate(count) if callable(learning_rate) else learning_rate,
+        )
+
+    if radial is not None or deflate:
+        backend = "xla"
+    return StepTransformation(
+        plain.init,
+        Update(plain, backend, coefficients, weight_dimension_numbers, weight_decay_mask),
     )

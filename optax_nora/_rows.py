@@ -7,7 +7,7 @@ communicated unless a reduction axis is sharded.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,20 @@ Array = jax.Array
 
 # A projection this small against its row, in units of rounding, is noise: see docs/numerics.md.
 NOISE = 8.0
+
+
+class Coefficients(NamedTuple):
+    """The numbers of one matrix's step, for kernels in this order as one vector of float32."""
+
+    grad_scale: Any
+    beta: Any
+    one_minus_beta: Any  # of its own, as in float32 the difference would lose digits
+    ahead: Any  # weight of the momentum in the look-ahead
+    one_minus_ahead: Any
+    eps: Any
+    row_scale: Any
+    weight_decay: Any
+    learning_rate: Any
 
 
 def widen(x: Array) -> Array:

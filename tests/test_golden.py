@@ -97,6 +97,33 @@ def test_float32(file, layout):
     assert distance(momentum_of(state), golden, "momentum") <= tolerance
 
 
+@functools.cache
+def by_kernels(layout):
+    @jax.jit
+    def run(weight_decay, params, grads):
+        numbers = LAYOUTS[layout]
+        tx = nora(weight_decay=weight_decay, weight_dimension_numbers=numbers, backend="pallas")
+
+        def step(carry, g):
+            params, state = tx.step(g, carry[1], carry[0])
+            return (params, state), params
+
+        (_, state), weights = jax.lax.scan(step, (params, tx.init(params)), grads)
+        return weights, state
+
+    return run
+
+
+@both_layouts
+@pytest.mark.parametrize("file", [file for file in RUNS if file.startswith("nora")])
+def test_steps_by_kernels(file, layout):
+    _, weight_decay, tolerance = RUNS[file]
+    golden = load(file, layout)
+    weights, state = by_kernels(layout)(weight_decay, field(golden, "w0"), field(golden, "grads"))
+    assert distance(weights, golden, "w") <= F32
+    assert distance(momentum_of(state), golden, "momentum") <= tolerance
+
+
 def test_the_edge_archive_holds_the_edges():
     golden = load("nora_f32_edge", "torch")
     for x in MATRICES:

@@ -460,7 +460,7 @@ def test_signatures_are_those_of_the_design():
         *("learning_rate", "beta", "momentum", "eps", "weight_decay", "weight_decay_mask"),
         *("mu_dtype", "row_scale", "base_fan_in", "rms", "radial", "deflate"),
         *("weight_dimension_numbers", "adam_learning_rate", "adam_b1", "adam_b2", "adam_eps"),
-        "adam_weight_decay",
+        *("adam_weight_decay", "backend"),
     ]
     kinds = {p.name: p.kind for p in inspect.signature(nora).parameters.values()}
     assert kinds["mu_dtype"] is inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -31,6 +31,23 @@ def once(tx):
 
 # With these rates the momentum looked ahead is the gradient itself.
 direction = once(optax_nora.scale_by_nora(beta=0.0, momentum=0.0, weight_dimension_numbers=OUT_IN))
+_by_kernels = once(
+    optax_nora.nora(
+        1.0,
+        beta=0.0,
+        momentum=0.0,
+        row_scale="unit",
+        weight_dimension_numbers=OUT_IN,
+        backend="pallas",
+    )
+)
+
+
+def by_kernels(h, w):
+    return -np.asarray(_by_kernels(h, w))
+
+
+every_backend = pytest.mark.parametrize("direction", [direction, by_kernels], ids=["xla", "pallas"])
 project = once(optax_nora.row_project(weight_dimension_numbers=OUT_IN))
 
 
@@ -64,26 +81,31 @@ def assert_close(a, b, *rhos):
 # The direction
 
 
-@given(pairs())
-def test_the_direction_is_that_of_the_mathematics(pair):
+@every_backend
+@given(pair=pairs())
+def test_the_direction_is_that_of_the_mathematics(pair, direction):
     expected = reference.direction(*map(np.float64, pair))
     assert_close(direction(*pair), expected, rho_of(*pair))
 
 
-@given(pairs())
-def test_each_row_is_orthogonal_to_its_weight(pair):
+@every_backend
+@given(pair=pairs())
+def test_each_row_is_orthogonal_to_its_weight(pair, direction):
     d, w = np.float64(direction(*pair)), np.float64(pair[1])
     cosine = np.abs(np.sum(d * w, axis=-1)) / np.linalg.norm(w, axis=-1)
     # The rounding of d alone is up to eps / 2 = 6e-8. One projection would leave eps / rho.
     assert np.all(cosine[rho_of(*pair) >= 1e-6] <= 8e-8)
 
 
-@given(pairs())
-def test_each_row_has_length_one(pair):
-    norms = np.linalg.norm(np.float64(direction(*pair)), axis=-1)
+@every_backend
+@given(pair=pairs())
+def test_each_row_has_length_one(pair, direction):
+    norms, rho = np.linalg.norm(np.float64(direction(*pair)), axis=-1), rho_of(*pair)
     # |u| comes from the numbers that it divides, so rho does not matter: a sum, a root, a quotient.
+    # Kernels have |u|^2 from |h|^2 in float64, less almost as much.
+    slack = 4 * EPS + (0 if direction is not by_kernels else 8 * 2.2e-16 / rho**2)
     # Noise is under 8 eps, measured to about 1 eps.
-    assert np.all((np.abs(norms - 1) <= 4 * EPS) | ((norms == 0) & (rho_of(*pair) < 10 * EPS)))
+    assert np.all((np.abs(norms - 1) <= slack) | ((norms == 0) & (rho < 10 * EPS)))
 
 
 @given(pairs())
@@ -125,8 +147,9 @@ def test_adding_a_multiple_of_the_weight_changes_nothing(pair, factor):
     assert_close(direction(shifted, w), direction(h, w), rho_of(h, w), rho_of(shifted, w) / 3)
 
 
-@given(pairs())
-def test_odd_in_the_gradient_and_even_in_the_weight(pair):
+@every_backend
+@given(pair=pairs())
+def test_odd_in_the_gradient_and_even_in_the_weight(pair, direction):
     h, w = pair
     np.testing.assert_array_equal(direction(-h, w), -direction(h, w))
     np.testing.assert_array_equal(direction(h, -w), direction(h, w))
@@ -204,6 +227,20 @@ def test_rows_along_their_weight_get_exactly_nothing(n, numbers):
         optax_nora.row_project(weight_dimension_numbers=numbers),
     ):
         assert not np.asarray(once(tx)(h, w)).any()
+
+
+@pytest.mark.parametrize("n", [2, 1000])
+@pytest.mark.parametrize("numbers", [OUT_IN, MuonDimensionNumbers(0, 1)], ids=["rows", "columns"])
+def test_rows_along_their_weight_get_exactly_nothing_by_kernels(n, numbers):
+    rng = np.random.default_rng(n)
+    w = np.float32(rng.normal(size=(200, n)) * 10 ** rng.uniform(-3, 3, size=(200, 1)))
+    h = w * np.float32(rng.normal(size=(200, 1)))  # rounds each entry
+    if numbers != OUT_IN:
+        h, w = h.T.copy(), w.T.copy()
+    tx = optax_nora.nora(
+        1.0, beta=0.0, momentum=0.0, weight_dimension_numbers=numbers, backend="pallas"
+    )
+    assert not np.asarray(once(tx)(h, w)).any()
 
 
 @given(pairs(low=-3), seeds)

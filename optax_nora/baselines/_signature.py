@@ -14,7 +14,7 @@ from optax_nora._nora import matrices_and_adamw, nora
 Direction = Callable[..., optax.GradientTransformation]
 Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
 
-NORAS_OWN = {"radial", "deflate"}  # what its peers do not take
+NORAS_OWN = {"radial", "deflate", "backend"}  # what its peers do not take
 
 
 def like_nora(**defaults: Any) -> Callable[[Direction], Optimizer]:

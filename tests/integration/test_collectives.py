@@ -76,6 +76,12 @@ def test_kernel(name):
     assert collectives(optax_nora.nora(0.02, weight_decay=0.1), params) == expected
 
 
+def test_a_step_of_the_lengths_says_nothing_more(mesh):
+    params = place(mesh, {"kernel": ((16, 32), P("data", "model"))})
+    found = [collectives(optax_nora.nora(0.02, radial=radial), params) for radial in (None, 1.0)]
+    assert found[0] == found[1] == {"all-reduce": SUMS * 8 * FLOAT}
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_deflation_sums_vectors(mesh, name):
     """What rows share is a vector: no more than its length is said, and nothing is gathered."""

@@ -135,7 +135,7 @@ def test_every_axis_and_pair_of_axes(mesh):
 def test_deflation(mesh):
     """It looks across the rows, so each way to split them sums in an order of its own."""
     tx = nora(deflate=1)
-    names = [f"{kind} {spec}" for kind in NUMBERS for spec in SPECS[-3:]]
+    names = [f"{kind} {spec}" for kind, spec in zip(NUMBERS, SPECS[-3:], strict=True)]
     params, *grads = (random_tree(seed, names) for seed in range(3))
     want, _ = run(jax.jit(step_of(tx)), params, tx.init(params), grads)
     params, *grads = (jax.device_put(t, shardings(mesh, names)) for t in (params, *grads))

@@ -1,0 +1,167 @@
+"""One matrix's step by a kernel: which leaves have one, and how it runs on any mesh.
+
+Everything here is for arrays; `optax_nora._step` does trees.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_nora._axes import Rows
+from optax_nora._rows import Coefficients, project_and_normalize, widen
+
+Array = jax.Array
+
+BACKENDS = ("auto", "xla", "pallas")
+DTYPES = ("float32", "bfloat16", "float16")
+# Compute capabilities with float64 at half the rate of float32: A100; H100 and H200; B200. The
+# kernels were measured on 9.0; where float64 is slow their row sums would be too.
+FAST_FLOAT64 = ("8.0", "9.0", "10.0")
+
+
+def check_backend(backend: str) -> None:
+    """Raise for a backend that is unknown, or that this jax does not have."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; take one of {', '.join(BACKENDS)}")
+    if backend == "pallas" and _kernels() is None:
+        raise ValueError(
+            f"backend='pallas' needs the Triton backend of Pallas, and jax {jax.__version__} has "
+            "none; take 'xla', or 'auto', which takes kernels where there are some"
+        )
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of the kernels, None where jax has no such backend. pallas is slow to import."""
+    try:
+        return importlib.import_module("optax_nora._kernels")
+    except ImportError:
+        return None
+
+
+def has_kernel(backend: str, rows: Rows, g: Array, mu: Array, w: Array) -> bool:
+    """Whether a kernel makes the step of this leaf; if not, XLA does."""
+    if backend == "xla" or (backend == "auto" and not _kernels_win()):
+        return False
+    arrays = [jax.typeof(x) for x in (g, mu, w)]
+    return (
+        not rows.reduction_mesh
+        and all(x.dtype in DTYPES and x.shape == arrays[0].shape for x in arrays)
+        and _rows_are_whole(rows, *arrays)
+        and _kernels().fits(rows, arrays[0].shape)
+    )
+
+
+def _kernels_win() -> bool:
+    device = jax.devices()[0]
+    return getattr(device, "compute_capability", None) in FAST_FLOAT64 and _kernels() is not None
+
+
+def _rows_are_whole(rows: Rows, *arrays: Any) -> bool:
+    """Whether devices hold whole rows. Of Auto axes that is known later: see `_partitioned`."""
+    kinds = set(arrays[0].sharding.mesh.axis_types)
+    if AxisType.Explicit not in kinds:
+        return len(kinds) < 2  # inside a shard_map over some axes of a mesh only, it is XLA's
+    specs = [x.sharding.spec for x in arrays]
+    split = any(axis < len(specs[0]) and specs[0][axis] for axis in rows.reduction)
+    return len(kinds) == 1 and not split and len(set(specs)) == 1
+
+
+def _varies(x: Array) -> bool:
+    of = jax.typeof(x)
+    return bool(of.vma if hasattr(of, "vma") else of.manual_axis_type.varying)
+
+
+@functools.cache
+def by_kernel(
+    rows: Rows, ndim: int, backend: str, *, write_weight: bool
+) -> Callable[[Array, Array, Array, Array], tuple[Array, Array]]:
+    """``step(coefficients, g, mu, w)`` by a kernel, to the momentum and the weight or its update.
+
+    Under `jax.vmap`, under derivatives, and on a CPU where ``backend`` is ``"auto"``, it is XLA's.
+    """
+    kernel = functools.partial(_kernels().step, rows=rows, write_weight=write_weight)
+    xla = functools.partial(by_xla, rows=rows, write_weight=write_weight)
+    interpreted = functools.partial(kernel, interpret=True)
+
+    def local(*operands: Array) -> tuple[Array, Array]:
+        # Pallas' interpreter has no values that vary over the mesh axes of a shard_map.
+        interpret = backend == "pallas" and not _varies(operands[-1])
+        default = interpreted if interpret else xla
+        return jax.lax.platform_dependent(*operands, cuda=kernel, default=default)
+
+    partitioned = _partitioned(local, xla, rows, ndim)
+
+    @jax.custom_batching.custom_vmap
+    def placed(*operands: Array) -> tuple[Array, Array]:
+        sharding = jax.typeof(operands[-1]).sharding
+        kinds = sharding.mesh.axis_types
+        if AxisType.Manual in kinds:
+            return local(*operands)
+        if AxisType.Explicit in kinds:
+            spec = sharding.spec
+            return jax.shard_map(
+                local,
+                mesh=sharding.mesh,
+                in_specs=(PartitionSpec(), spec, spec, spec),
+                out_specs=(spec, spec),
+                check_vma=False,
+            )(*operands)
+        return partitioned(*operands)
+
+    @placed.def_vmap
+    def mapped(axis_size: int, batched: list[bool], *operands: Array) -> Any:
+        axes = [0 if mapped else None for mapped in batched]
+        return jax.vmap(xla, axes, axis_size=axis_size)(*operands), (True, True)
+
+    step = jax.custom_jvp(placed)
+    step.defjvp(lambda operands, tangents: jax.jvp(xla, operands, tangents))
+    return jax.jit(step)
+
+
+def by_xla(
+    coefficients: Array, g: Array, mu: Array, w: Array, rows: Rows, *, write_weight: bool
+) -> tuple[Array, Array]:
+    """What the kernels do, of jnp, for any mesh; row sums go over ``rows.reduction_mesh`` too."""
+    c = Coefficients(*coefficients)
+    wide, scaled = widen(w), c.grad_scale * widen(g)
+    new_mu = c.one_minus_beta * scaled + c.beta * widen(mu)
+    h = c.one_minus_ahead * scaled + c.ahead * new_mu
+    direction = project_and_normalize(h, wide, rows, c.eps)
+    update = -c.learning_rate * (c.row_scale * direction + c.weight_decay * wide)
+    update = update.astype(w.dtype)
+    return new_mu.astype(mu.dtype), (w + update).astype(w.dtype) if write_weight else update
+
+
+def _partitioned(
+    local: Callable[..., Any], xla: Callable[..., Any], rows: Rows, ndim: int
+) -> Callable[..., Any]:
+    """``local`` on each device's part of a leaf, or ``xla`` where a row is split over devices.
+
+    On Auto axes only the partitioner knows which. The momentum says how the work is divided: where
+    the state is split further than the weight, so is the step.
+    """
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        spec = operands[2].sharding.spec
+        where = NamedSharding(mesh, spec)
+        entries = [spec[axis] for axis in rows.reduction if axis < len(spec) and spec[axis]]
+        names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else (entry,))]
+        step = functools.partial(xla, rows=rows._replace(reduction_mesh=tuple(names)))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return mesh, step if names else local, (where, where), (everywhere, where, where, where)
+
+    axes = " ".join(f"axis{k}" for k in range(ndim))
+    function = custom_partitioning(local)
+    function.def_partition(
+        partition,
+        sharding_rule=f"number, {axes}, {axes}, {axes} -> {axes}, {axes}",
+        need_replication_factors=("number",),
+    )
+    return function

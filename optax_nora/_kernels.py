@@ -1,0 +1,341 @@
+"""A whole Nora step of one matrix as Pallas kernels, for GPUs.
+
+Rows along the last axes: one kernel holds whole rows and moves 20 bytes a float32 weight. Rows
+along other axes: one kernel sums the rows and a second writes, 32 bytes; why not less is in
+docs/results/kernel-notes.md. Import this module where a kernel is used: pallas is slow to import.
+
+Row sums are in float64, and the projection rounds once, relative to its result: so one projection
+does what two in float32 do elsewhere (docs/numerics.md).
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from optax_nora._axes import Rows
+from optax_nora._rows import NOISE, Coefficients
+
+Array = jax.Array
+Ref = Any
+
+# Tiles of (weights of a row, rows): what was fastest on an H100, four warps a program.
+SUMS_TILE = (64, 128)
+WRITE_TILE = (8, 256)
+LONGEST = 16384  # weights of a row along the last axis: one program holds them in registers
+MOST_BATCHES = 65535  # of CUDA's third grid axis
+
+
+def fits(rows: Rows, shape: tuple[int, ...]) -> bool:
+    """Whether there is a kernel for such rows of a leaf of such a shape."""
+    batch, n, after = _fold(rows, shape)
+    neighbours = max(rows.reduction) - min(rows.reduction) < len(rows.reduction)
+    return (
+        neighbours
+        and 0 < batch * n * after < 2**31
+        and (n <= LONGEST if after == 1 else batch <= MOST_BATCHES)
+    )
+
+
+def step(
+    coefficients: Array,
+    g: Array,
+    mu: Array,
+    w: Array,
+    rows: Rows,
+    *,
+    write_weight: bool,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """The momentum after one step, and the weight or its update.
+
+    ``coefficients`` is a vector of float32 in the order of `Coefficients`. An update is rounded to
+    the weight's dtype before it is added, as in `optax.apply_updates`. Under jit and donation
+    momentum and weight are written in place.
+    """
+    # jax 0.11 and 0.12 call this backend of Pallas deprecated wherever it is lowered. A user can do
+    # nothing about that; where it is gone, the XLA form takes over.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    folded = _fold(rows, w.shape)
+    along = _last if folded[2] == 1 else _first
+    run = functools.partial(along, write_weight=write_weight, interpret=interpret)
+    new_mu, out = run(coefficients, *(x.reshape(folded) for x in (g, mu, w)))
+    return new_mu.reshape(mu.shape), out.reshape(w.shape)
+
+
+def _fold(rows: Rows, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Axes before a row's, its own, and those after: all but its own number rows."""
+    first, last = min(rows.reduction), max(rows.reduction) + 1
+    return math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:])
+
+
+def _last(
+    coefficients: Array, g: Array, mu: Array, w: Array, write_weight: bool, interpret: bool
+) -> Sequence[Array]:
+    rows, n, _ = w.shape
+    width = pl.next_power_of_2(n)
+    tile = max(1, 2048 // width), width
+    return _call(
+        functools.partial(
+            _row_kernel,
+            shape=(rows, n),
+            tile=tile,
+            write_weight=write_weight,
+            interpret=interpret,
+        ),
+        (pl.cdiv(rows, tile[0]),),
+        (coefficients, *(x.reshape(rows, n) for x in (g, mu, w))),
+        2 if write_weight else 1,
+        interpret,
+        warps=4 if width <= 8192 else 8,
+    )
+
+
+def _first(
+    coefficients: Array, g: Array, mu: Array, w: Array, write_weight: bool, interpret: bool
+) -> Sequence[Array]:
+    batch, n, rows = w.shape
+    parts = pl.cdiv(n, SUMS_TILE[0])
+    (sums,) = _call(
+        functools.partial(_sums_kernel, shape=(n, rows), tile=SUMS_TILE, interpret=interpret),
+        (pl.cdiv(rows, SUMS_TILE[1]), parts, batch),
+        (coefficients, g, mu, w),
+        0,
+        interpret,
+        out_shape=[_like(w, (batch, parts, 6, rows), jnp.float32)],
+    )
+    with jax.enable_x64(True):
+        total = jnp.sum(_double(sums[:, :, 0::2]) + _double(sums[:, :, 1::2]), axis=1)
+        along, factor = _finish(Coefficients(*coefficients), *(total[:, k] for k in range(3)))
+    return _call(
+        functools.partial(
+            _write_kernel,
+            shape=(n, rows),
+            tile=WRITE_TILE,
+            write_weight=write_weight,
+            interpret=interpret,
+        ),
+        (pl.cdiv(rows, WRITE_TILE[1]), pl.cdiv(n, WRITE_TILE[0]), batch),
+        (coefficients, jnp.stack([*_halves(along), factor], axis=1), g, mu, w),
+        2 if write_weight else 1,
+        interpret,
+    )
+
+
+def _call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    inputs: Sequence[Array],
+    in_place: int,
+    interpret: bool,
+    warps: int = 4,
+    out_shape: Sequence[Any] | None = None,
+) -> Sequence[Array]:
+    """The kernel on references to whole arrays.
+
+    Outputs are like momentum and weight, the last inputs, unless ``out_shape`` says otherwise; the
+    first ``in_place`` of them take their buffers.
+    """
+    first = len(inputs) - 2
+    if out_shape is None:
+        out_shape = [_like(x, x.shape, x.dtype) for x in inputs[first:]]
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[anywhere] * len(inputs),
+        out_specs=[anywhere] * len(out_shape),
+        out_shape=out_shape,
+        input_output_aliases={first + k: k for k in range(in_place)},
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+    )(*inputs)
+
+
+def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Inside `jax.shard_map` a result varies over the mesh axes that its operands do."""
+    of = jax.typeof(x)
+    name = "vma" if hasattr(of, "vma") else "manual_axis_type"  # the latter from jax 0.11 on
+    return jax.ShapeDtypeStruct(shape, dtype, **{name: getattr(of, name)})
+
+
+def _row_kernel(
+    coefficients: Ref,
+    g: Ref,
+    mu: Ref,
+    w: Ref,
+    mu_out: Ref,
+    out: Ref,
+    *,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    write_weight: bool,
+    interpret: bool,
+) -> None:
+    row = pl.program_id(0) * tile[0]
+    column = row * 0  # traced, as a slice past the edge may only be: it is masked
+    inside = _inside(row, column, shape, tile)
+
+    def at(ref: Ref) -> Ref:
+        return ref.at[pl.ds(row, tile[0]), pl.ds(column, tile[1])]
+
+    c = _read(coefficients)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
+    along, factor = _finish(c, *_sums(h, wide, axis=1))
+    end = _end(c, h, wide, along[:, None], factor[:, None], out.dtype, write_weight, interpret)
+    triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
+    triton.store(at(out), end, mask=inside)
+
+
+def _sums_kernel(
+    coefficients: Ref,
+    g: Ref,
+    mu: Ref,
+    w: Ref,
+    sums: Ref,
+    *,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    interpret: bool,
+) -> None:
+    part, at, of_panel, inside, in_panel = _tile(shape, tile)
+    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, interpret)
+    for k, total in enumerate(_sums(h, wide, axis=0)):
+        for j, half in enumerate(_halves(total)):
+            triton.store(of_panel(sums, part, 2 * k + j + 0 * part), half, mask=in_panel)
+
+
+def _write_kernel(
+    coefficients: Ref,
+    found: Ref,
+    g: Ref,
+    mu: Ref,
+    w: Ref,
+    mu_out: Ref,
+    out: Ref,
+    *,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    write_weight: bool,
+    interpret: bool,
+) -> None:
+    part, at, of_panel, inside, in_panel = _tile(shape, tile)
+    c = _read(coefficients)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
+    high, low, factor = (
+        triton.load(of_panel(found, k + 0 * part), mask=in_panel, other=0.0) for k in range(3)
+    )
+    with jax.enable_x64(True):
+        along = _double(high) + _double(low)
+    end = _end(c, h, wide, along[None], factor[None], out.dtype, write_weight, interpret)
+    triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
+    triton.store(at(out), end, mask=inside)
+
+
+def _tile(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[Any, ...]:
+    """A program's part of its panel's rows: its number, two references into arrays, two masks."""
+    panel, part, batch = (pl.program_id(k) for k in range(3))
+    row, column = part * tile[0], panel * tile[1]
+    columns = pl.ds(column, tile[1])
+
+    def at(ref: Ref) -> Ref:
+        return ref.at[batch, pl.ds(row, tile[0]), columns]
+
+    def of_panel(ref: Ref, *index: Array) -> Ref:
+        return ref.at[batch, *index, columns]
+
+    in_panel = column + jnp.arange(tile[1]) < shape[1]
+    return part, at, of_panel, _inside(row, column, shape, tile), in_panel
+
+
+def _inside(row: Array, column: Array, shape: tuple[int, int], tile: tuple[int, int]) -> Array:
+    rows, columns = row + jnp.arange(tile[0]), column + jnp.arange(tile[1])
+    return (rows < shape[0])[:, None] & (columns < shape[1])[None, :]
+
+
+def _read(coefficients: Ref) -> Coefficients:
+    return Coefficients(*(coefficients[k] for k in range(len(Coefficients._fields))))
+
+
+def _momentum(
+    c: Coefficients, refs: Sequence[Ref], inside: Array, interpret: bool
+) -> Sequence[Array]:
+    """The new momentum, the look-ahead h and the weight of a tile in float32; 0 outside."""
+    g, mu, w = (triton.load(ref, mask=inside, other=0.0).astype(jnp.float32) for ref in refs)
+    g = c.grad_scale * g
+    mu = _fused_multiply_add(c.beta, mu, c.one_minus_beta * g, interpret)
+    return mu, _fused_multiply_add(c.ahead, mu, c.one_minus_ahead * g, interpret), w
+
+
+def _double(x: Array) -> Array:
+    with jax.enable_x64(True):
+        return jax.lax.convert_element_type(x, jnp.float64)
+
+
+def _single(x: Array) -> Array:
+    return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    """A float64 as the sum of two float32."""
+    with jax.enable_x64(True):
+        high = _single(x)
+        return high, _single(x - _double(high))
+
+
+def _fused_multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
+    """``a * b + c``, rounded once: left to a compiler, h might differ from use to use."""
+    a = jnp.broadcast_to(a, b.shape)
+    if interpret:
+        with jax.enable_x64(True):
+            return _single(_double(a) * _double(b) + _double(c))
+    (out,) = triton.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, b, c],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(b.shape, b.dtype)],
+    )
+    return out
+
+
+def _sums(h: Array, w: Array, axis: int) -> Sequence[Array]:
+    """<h, w>, <w, w> and <h, h> of every row in float64."""
+    h, w = _double(h), _double(w)
+    with jax.enable_x64(True):
+        return [jnp.sum(x, axis=axis) for x in (h * w, w * w, h * h)]
+
+
+def _finish(c: Coefficients, hw: Array, ww: Array, hh: Array) -> tuple[Array, Array]:
+    """<h, w> / |w|^2 in float64, and row_scale / |u|, which is 0 where u is rounding noise."""
+    with jax.enable_x64(True):
+        along = jnp.where(ww > 0, hw / jnp.where(ww > 0, ww, 1.0), 0.0)
+        square = hh - hw * along
+        least = NOISE * float(jnp.finfo(jnp.float32).eps) * jnp.sqrt(hh)
+        noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= least)
+        norm = jnp.maximum(jnp.sqrt(jnp.where(noise, 1.0, square)), _double(c.eps))
+        return along, jnp.where(noise, 0.0, _single(_double(c.row_scale) / norm))
+
+
+def _end(
+    c: Coefficients,
+    h: Array,
+    w: Array,
+    along: Array,
+    factor: Array,
+    dtype: Any,
+    write_weight: bool,
+    interpret: bool,
+) -> Array:
+    """The weight after the step, or its update."""
+    high, low = _halves(along)
+    u = _fused_multiply_add(-low, w, _fused_multiply_add(-high, w, h, interpret), interpret)
+    unit = jnp.where(factor == 0, 0, u * factor)
+    update = (-c.learning_rate * (unit + c.weight_decay * w)).astype(dtype)
+    return (w + update.astype(jnp.float32)).astype(dtype) if write_weight else update
