@@ -29,6 +29,7 @@ def like_nora(**defaults: Any) -> Callable[[Direction], Optimizer]:
         parameters=[
             p.replace(default=defaults.get(name, p.default))
             for name, p in of_nora.parameters.items()
+            if name != "backend"  # kernels are Nora's
         ]
     )
 
