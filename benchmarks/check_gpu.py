@@ -43,8 +43,8 @@ LARGE = (
     ((8, 128, 1024), (0, 1)),
 )
 # Of gradient, momentum and weight.
-FLOAT32 = ("float32",) * 3
-BFLOAT16 = ("bfloat16",) * 3
+FLOAT32 = ("float32", "float32", "float32")
+BFLOAT16 = ("bfloat16", "bfloat16", "bfloat16")
 MIXED = (
     ("bfloat16", "float32", "float32"),
     ("float32", "bfloat16", "float32"),
@@ -141,7 +141,7 @@ def check(case: Case) -> dict[str, Any]:
     with jax.enable_x64(True):
         wide = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float64))
         exact = nora(len(case.shape), case.reduction, "float64", "xla")
-        begin = exact.init(wide(w))
+        begin: Any = exact.init(wide(w))
         inner = begin.inner_states["matrix"]
         mu = inner.inner_state[0]._replace(mu=wide(momentum(state)))
         inner = inner._replace(inner_state=(mu, *inner.inner_state[1:]))
@@ -198,7 +198,7 @@ def check_mesh(case: MeshCase) -> dict[str, Any]:
     g, placed = jax.device_put((g, w), NamedSharding(mesh, case.spec))
     program = jax.jit(tx.step).lower(g, tx.init(placed), placed).compile()
     got, _ = program(g, tx.init(placed), placed)
-    sent = collective_bytes(program.as_text())
+    sent = collective_bytes(program.as_text() or "")
     split = any(axis < len(case.spec) and case.spec[axis] for axis in case.reduction)
     error = np.abs(np.float64(got) - np.float64(want))
     worst = np.max(error / (np.abs(np.float64(w)) + RATE)) / float(jnp.finfo(jnp.float32).eps)

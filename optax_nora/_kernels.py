@@ -76,7 +76,7 @@ def _fold(rows: Rows, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _last(
-    coefficients: Array, g: Array, mu: Array, w: Array, write_weight: bool, interpret: bool
+    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
 ) -> Sequence[Array]:
     rows, n, _ = w.shape
     width = pl.next_power_of_2(n)
@@ -98,7 +98,7 @@ def _last(
 
 
 def _first(
-    coefficients: Array, g: Array, mu: Array, w: Array, write_weight: bool, interpret: bool
+    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
 ) -> Sequence[Array]:
     batch, n, rows = w.shape
     parts = pl.cdiv(n, SUMS_TILE[0])

@@ -37,7 +37,7 @@ class StepTransformation(optax.GradientTransformationExtraArgs):
         changed in place. ``grad_scale`` multiplies all gradients on their way in: clipping by the
         global norm then costs no pass over memory.
         """
-        return self.update.step  # pyright: ignore[reportFunctionMemberAccess]
+        return self.update.step  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Made:
@@ -115,9 +115,9 @@ class Update:
         rule = as_rule(self.weight_dimension_numbers, Default(), params)
         momentum, count = _Place.of(state)
 
-        def one(leaf: Leaf, w: Array, g: Array, mu: Array | None, decays: Any) -> Any:
-            rows = None if mu is None else for_nora(leaf, route(leaf, rule))
-            if rows is None or not has_kernel(self.backend, rows, g, mu, w):
+        def one(leaf: Leaf, w: Array, g: Array, mu: Any, decays: Any) -> Any:
+            rows = for_nora(leaf, route(leaf, rule))
+            if mu is None or rows is None or not has_kernel(self.backend, rows, g, mu, w):
                 return optax.MaskedNode()
             numbers = self.coefficients(leaf.shape, rows, decays, count)
             numbers = numbers._replace(grad_scale=grad_scale)

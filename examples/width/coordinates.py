@@ -14,7 +14,6 @@ examples.llama.train for every run, such as `-- --data.path FOLDER`.
 
 import functools
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,11 @@ from flax import nnx
 from jax import Array
 from matplotlib.figure import Figure
 
-from examples.llama import cli
+from examples.llama import cli, records
 from examples.llama.config import Config
 from examples.llama.model import Attention, Llama
 from examples.llama.prepare import prepare
+from examples.llama.sweep import part_of
 from examples.llama.train import Trainer
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent
@@ -73,7 +73,7 @@ def mixed(attention: Attention, x: Array, positions: Array) -> Array:
 def outputs(model: Llama, weights: Llama, tokens: Array) -> Iterator[tuple[str, Array]]:
     """Outputs of the layers of `weights` on the inputs that those of `model` get, by kind."""
     positions = jnp.arange(tokens.shape[1])
-    x = model.embed(tokens)
+    x = model.embed(tokens).astype(model.dtype)
     yield "embedding", weights.embed(tokens)
     for block, layers in zip(model.layers, weights.layers, strict=True):
         h = block.attention_norm(x)
@@ -128,26 +128,16 @@ def run(trainer: Trainer) -> dict[str, dict[str, dict[str, float]]]:
 
 def measure(configs: list[Config], out: Path) -> None:
     """Runs what has no row yet, and appends a row as each run ends."""
-    done = [row["run"] for row in read(out)]
+    done = [row["run"] for row in records.read(out)] if out.exists() else []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)
         identity = cli.identity(config, corpus.identity)
         if identity in done:
             continue
         device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        row = {"run": identity, "changes": run(Trainer(config, corpus))} | device
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        changed = run(Trainer(config, corpus))
+        records.append(out, {"run": identity, "changes": changed} | device)
         print(f"{number}/{len(configs)} {config.row_scale}, width {config.model.width}", flush=True)
-
-
-def read(out: Path) -> list[dict]:
-    """The whole rows; what a killed run has left of the last one is cut off."""
-    lines = out.read_text("utf-8").splitlines(keepends=True) if out.exists() else []
-    whole = [line for line in lines if line.endswith("}\n")]
-    if len(whole) < len(lines):
-        out.write_text("".join(whole))
-    return [json.loads(line) for line in whole]
 
 
 def grid(args: Args, every: list[str]) -> list[Config]:
@@ -214,8 +204,8 @@ def main(arguments: list[str]) -> None:
     args = tyro.cli(Args, description=__doc__, args=own)
     if not args.draw:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        measure(grid(args, every), args.out)
-    rows = read(args.out)
+        measure(part_of(grid(args, every), args.part), args.out)
+    rows = records.read(args.out)
     draw(rows, args.figure)
     for of in ("total", "own"):
         print("\n".join(["", *table(rows, of)]))

@@ -40,6 +40,8 @@ class Args:
     """In this order. None: those of the size."""
     out: Path = Path("runs/width.jsonl")
     """JSON lines, a row a run; appended to."""
+    part: str = "1/1"
+    """Which part of the runs, such as 1/4: one process for each GPU, all with the same `out`."""
     figure: Path = Path("runs/width.svg")
     """The picture, of all rows that are there."""
     draw: bool = False

@@ -5,7 +5,6 @@ against the rate. Rows are appended to --out as each run ends, and what is there
 What follows `--` are flags of examples.llama.train for every run, such as `-- --data.path FOLDER`.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ import matplotlib
 import tyro
 from matplotlib.figure import Figure
 
-from examples.llama import cli
+from examples.llama import cli, records
 from examples.llama.config import Config
-from examples.llama.sweep import sweep
+from examples.llama.sweep import part_of, sweep
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent
 
@@ -133,9 +132,8 @@ def main(arguments: list[str]) -> None:
     args = tyro.cli(Args, description=__doc__, args=own)
     if not args.draw:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        sweep(grid(args, every), args.out)
-    rows = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()]
-    found = losses(rows)
+        sweep(part_of(grid(args, every), args.part), args.out)
+    found = losses(records.read(args.out))
     draw(found, args.figure)
     print("\n".join(table(found)))
 

@@ -1,7 +1,6 @@
 """Settings at other widths, changes of activations of known weights, both commands."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import optax_nora
-from examples.llama import sharding
+from examples.llama import records, sharding
 from examples.llama.config import ModelConfig, UserError
 from examples.llama.model import Llama
 from examples.width import coordinates, transfer
@@ -148,7 +147,7 @@ def command(corpus, tmp_path, monkeypatch):
         every = ["--data.path", str(corpus.folder), *SMALL.split(), *flags.split()]
         module.main([*paths, "--widths", "32", *more, "--", *every])
         assert figure.read_text().lstrip().startswith("<?xml")
-        return [json.loads(line) for line in out.read_text().splitlines()]
+        return records.read(out)
 
     return run
 
