@@ -53,8 +53,8 @@ def test_the_signature_is_noras(name):
     ours, noras = map(inspect.signature, (OPTIMIZERS[name], optax_nora.nora))
     # Defaults may be a peer's own, and some options are Nora's.
     kinds = [{p.name: p.kind for p in s.parameters.values()} for s in (ours, noras)]
-    for name in ("radial", "deflate", "backend"):
-        del kinds[1][name]
+    for own in ("radial", "deflate", "backend"):
+        del kinds[1][own]
     assert list(kinds[0].items()) == list(kinds[1].items())
     assert OPTIMIZERS[name].__doc__
 
