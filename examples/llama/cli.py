@@ -19,7 +19,7 @@ MODEL_SIZES = ("vocab_size", "context", "layers", "width", "heads", "key_heads",
 RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_every", "keep")
 # What two runs that are the same may differ in: where they run and how fast, what they print. Their
 # text is the same if its checksum is, wherever it lies.
-FREE = {"preset", "config", "name", "out", "resume", "micro_batch", "remat", "loss_chunk"}
+FREE = {"preset", "config", "name", "out", "resume", "micro_batch", "remat", "loss_chunk", "fused"}
 FREE |= {"log_every", "eval_every", "geometry_every", "save_every", "keep", "tensorboard", "prompt"}
 FREE |= {f"data.{name}" for name in ("path", "cache", "tokenizer", "text_field", "held_out")}
 FREE |= {f"mesh.{name}" for name in ("data", "fsdp", "tensor")}

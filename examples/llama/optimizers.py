@@ -109,22 +109,36 @@ def dimension_numbers(config: Config):
     return optax_nora.by_path({"layers": optax_nora.stacked()}) if config.scan_layers else None
 
 
-def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
-    """Clipping, the optimizer, float32 copies where the precision asks for them."""
+def steps_itself(config: Config) -> bool:
+    """Whether `nora(...).step` takes the steps: nothing but clipping may be around it."""
+    alone = not config.keep_row_norms and config.precision != "bfloat16_master"
+    if config.fused and not (config.optimizer == "nora" and alone):
+        raise UserError("fused needs optimizer nora, without keep_row_norms and bfloat16_master")
+    return config.fused
+
+
+def make_bare(config: Config, rates: Rates) -> Any:
+    """The optimizer with nothing around it."""
     chosen = recipe(config)
     names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
     given = {name: getattr(config, name) for name in names}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    if config.fused:
+        options["backend"] = "auto"
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
-    numbers = dimension_numbers(config)
-    optimizer = chosen.make(
+    return chosen.make(
         rates.matrix,
         weight_decay=rates.weight_decay,
         adam_learning_rate=rates.other,
-        weight_dimension_numbers=numbers,
+        weight_dimension_numbers=dimension_numbers(config),
         **options,
     )
+
+
+def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
+    """Clipping, the optimizer, float32 copies where the precision asks for them."""
+    optimizer, numbers = make_bare(config, rates), dimension_numbers(config)
     if config.keep_row_norms:
         mask = functools.partial(optax_nora.matrix_mask, weight_dimension_numbers=numbers)
         keep = optax_nora.keep_row_norms(weight_dimension_numbers=numbers)

@@ -18,9 +18,11 @@ from examples.llama.model import Llama
 from examples.llama.optimizers import (
     Rates,
     dimension_numbers,
+    make_bare,
     make_optimizer,
     peak_rates,
     rates_at,
+    steps_itself,
 )
 from optax_nora import RowGeometry, row_geometry
 
@@ -62,6 +64,7 @@ def accumulation(config: Config, mesh: Mesh) -> int:
 def make_program(config: Config, mesh: Mesh, end: int) -> Program:
     """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer."""
     micro_batches = accumulation(config, mesh)
+    fused = steps_itself(config)
     chunk = _chunk(config, mesh, micro_batches)
     batch_spec = NamedSharding(mesh, sharding.BATCH)
     everywhere = NamedSharding(mesh, P())
@@ -114,7 +117,16 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         optimizer = make_optimizer(config, now)
         return *optimizer.update(grads, state.opt_state, state.params), now
 
+    def step_itself(state: State, grads, norm: Array, rates: Rates):
+        now = rates_at(state.step, rates, config.final_fraction)
+        clipping, opt_state = state.opt_state
+        scale = jnp.where(norm < config.clip, 1.0, config.clip / norm)
+        params, opt_state = make_bare(config, now).step(grads, opt_state, state.params, scale)
+        return params, (clipping, opt_state)
+
     def optimize(state: State, grads, rates: Rates):
+        if fused:
+            return step_itself(state, grads, optax.tree.norm(grads), rates)
         updates, opt_state, _ = update(state, grads, rates)
         return optax.apply_updates(state.params, updates), opt_state
 
@@ -124,10 +136,20 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         finite = jnp.isfinite(jnp.stack([*squares, value]))
         bad = jnp.where(finite.all(), -1, jnp.argmin(finite))
         bad = jnp.where(state.bad >= 0, state.bad, bad).astype(jnp.int32)
-        updates, opt_state, now = update(state, grads, rates)
-        new = State(optax.apply_updates(state.params, updates), opt_state, state.step + 1, bad)
-        kept = jax.tree.map(lambda new, old: jnp.where(bad < 0, new, old), new, state)
-        metrics = {"loss": value, "grad_norm": jnp.sqrt(sum(squares)), "bad": bad}
+        norm, now = jnp.sqrt(sum(squares)), rates_at(state.step, rates, config.final_fraction)
+
+        def step(optimized) -> State:
+            params, opt_state = optimized
+            return State(params, opt_state, state.step + 1, bad)
+
+        if fused:  # it writes in place: afterwards there is no old state to choose
+            kept = jax.lax.cond(
+                bad < 0, lambda: step(step_itself(state, grads, norm, rates)), lambda: state
+            )
+        else:
+            new = step(optimize(state, grads, rates))
+            kept = jax.tree.map(lambda new, old: jnp.where(bad < 0, new, old), new, state)
+        metrics = {"loss": value, "grad_norm": norm, "bad": bad}
         metrics |= {"learning_rate": now.matrix, "adam_learning_rate": now.other}
         return kept._replace(bad=bad), metrics
 

@@ -214,7 +214,8 @@ def test_unigram_entropy_by_hand():
     assert unigram_entropy(tokens) == pytest.approx(expected)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(small, replaced, corpus, monkeypatch):
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gradient_that_is_not_finite_stops_the_run(small, replaced, corpus, monkeypatch, fused):
     """The first bad leaf is named, and the checkpoint is from before it."""
     start = Trainer.start
     reached = {}
@@ -228,7 +229,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(small, replaced, corpus, mo
         return False
 
     monkeypatch.setattr(Trainer, "start", lambda self: (reached.update(trainer=self), start(self)))
-    config = replaced(small, log_every=4)
+    config = replaced(small, log_every=4, fused=fused)
     with pytest.raises(UserError, match=r"step 6: the gradient of embed/embedding is not finite"):
         train(config, stopped=poison)
     bits = saved(config, corpus)
@@ -323,3 +324,11 @@ def test_the_optimizer_is_timed(small, replaced):
     last = json.loads(path.read_text().splitlines()[-1])
     assert last["optimizer_seconds"] > 0
     assert last["optimizer_share"] > 0
+
+
+def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus):
+    fused, plain = (losses(replaced(small, fused=fused), corpus, 6) for fused in (True, False))
+    # Another program: gradients are scaled before or after they are rounded.
+    np.testing.assert_allclose(fused, plain, rtol=1e-5)
+    with pytest.raises(UserError, match="fused needs optimizer nora, without keep_row_norms"):
+        Trainer(replaced(small, fused=True, optimizer="adamw"), corpus)
