@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from examples.llama.plot import best_runs, draw_sweep, mean_loss, read_rows, table
+from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_rows, table
 
 DOCS = Path(__file__).parents[1]
 ROWS = [DOCS / "results" / "comparison" / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
@@ -43,10 +43,6 @@ def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
     return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
 
 
-def markdown(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *body)]
-
-
 def decay(rows: list[dict]) -> list[tuple[str, ...]]:
     lines = []
     for name in OPTIMIZERS:
@@ -76,20 +72,21 @@ def large(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
+def named_rows(paths: list[Path]) -> list[dict]:
+    """The rows of `paths` by the name of their optimizer alone: each has its own decay."""
+    return [row | {"name": row["run"]["optimizer"]} for row in read_rows(paths)]
+
+
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
-    rows = read_rows(ROWS)
-    for row in rows:
-        row["name"] = row["run"]["optimizer"]  # each with its own decay
+    rows = named_rows(ROWS)
     parts: dict[str, Callable] = {"decay": decay, "precision": precision, "large": large}
     main = table([row for row in pick(rows) if usual_decay(row)])
     return {"main": main} | {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
 
 
 if __name__ == "__main__":
-    rows = [row for row in read_rows(ROWS[:2]) if usual_decay(row)]
-    for row in rows:
-        row["name"] = row["run"]["optimizer"]
-    draw_sweep(rows, DOCS / "results" / "comparison" / "rates.svg")
+    rates = [row for row in named_rows(ROWS[:2]) if usual_decay(row)]
+    draw_sweep(rates, DOCS / "results" / "comparison" / "rates.svg")
     for lines in tables().values():
         print("\n".join(lines), end="\n\n")

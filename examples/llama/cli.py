@@ -62,6 +62,12 @@ def _from_file(path: Path) -> Iterator[str]:
     return flags({k: v for k, v in values.items() if k not in ("config", "resume")})
 
 
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of a command of many runs, and those for every run, which follow `--`."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
+
+
 def flags(values: dict) -> Iterator[str]:
     """Nested fields as arguments of the command line."""
     for name, value in flatten(values):

@@ -109,12 +109,11 @@ def dimension_numbers(config: Config):
     return optax_nora.by_path({"layers": optax_nora.stacked()}) if config.scan_layers else None
 
 
-def steps_itself(config: Config) -> bool:
-    """Whether `nora(...).step` takes the steps: nothing but clipping may be around it."""
+def check_fused(config: Config) -> None:
+    """Raises if `nora(...).step` is to take the steps with more than clipping around it."""
     alone = not config.keep_row_norms and config.precision != "bfloat16_master"
     if config.fused and not (config.optimizer == "nora" and alone):
         raise UserError("fused needs optimizer nora, without keep_row_norms and bfloat16_master")
-    return config.fused
 
 
 def make_bare(config: Config, rates: Rates) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,11 @@ def table(rows: list[dict]) -> list[str]:
     head = ("optimizer", "held-out loss", "seeds", "best rate", "AdamW's rate")
     head += ("worst rate is worse by", "tokens/s", "seconds to AdamW's loss")
     body = [map(str, line[1:]) for line in sorted(lines)]
+    return markdown(head, body)
+
+
+def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
 

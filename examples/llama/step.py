@@ -17,12 +17,12 @@ from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.optimizers import (
     Rates,
+    check_fused,
     dimension_numbers,
     make_bare,
     make_optimizer,
     peak_rates,
     rates_at,
-    steps_itself,
 )
 from optax_nora import RowGeometry, row_geometry
 
@@ -64,7 +64,7 @@ def accumulation(config: Config, mesh: Mesh) -> int:
 def make_program(config: Config, mesh: Mesh, end: int) -> Program:
     """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer."""
     micro_batches = accumulation(config, mesh)
-    fused = steps_itself(config)
+    check_fused(config)
     chunk = _chunk(config, mesh, micro_batches)
     batch_spec = NamedSharding(mesh, sharding.BATCH)
     everywhere = NamedSharding(mesh, P())
@@ -115,7 +115,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
     def update(state: State, grads, rates: Rates):
         now = rates_at(state.step, rates, config.final_fraction)
         optimizer = make_optimizer(config, now)
-        return *optimizer.update(grads, state.opt_state, state.params), now
+        return optimizer.update(grads, state.opt_state, state.params)
 
     def step_itself(state: State, grads, norm: Array, rates: Rates):
         now = rates_at(state.step, rates, config.final_fraction)
@@ -125,9 +125,9 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         return params, (clipping, opt_state)
 
     def optimize(state: State, grads, rates: Rates):
-        if fused:
+        if config.fused:
             return step_itself(state, grads, optax.tree.norm(grads), rates)
-        updates, opt_state, _ = update(state, grads, rates)
+        updates, opt_state = update(state, grads, rates)
         return optax.apply_updates(state.params, updates), opt_state
 
     def train(state: State, tokens: Array, rates: Rates) -> tuple[State, dict[str, Array]]:
@@ -142,7 +142,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
             params, opt_state = optimized
             return State(params, opt_state, state.step + 1, bad)
 
-        if fused:  # it writes in place: afterwards there is no old state to choose
+        if config.fused:  # it writes in place: afterwards there is no old state to choose
             kept = jax.lax.cond(
                 bad < 0, lambda: step(step_itself(state, grads, norm, rates)), lambda: state
             )
@@ -155,7 +155,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
 
     def geometry(state: State, tokens: Array, rates: Rates) -> dict[str, RowGeometry]:
         _, grads = mean_loss(state.params, tokens)
-        updates, *_ = update(state, grads, rates)
+        updates, _ = update(state, grads, rates)
         numbers = dimension_numbers(config)
         return row_geometry(state.params, grads, updates, weight_dimension_numbers=numbers)
 

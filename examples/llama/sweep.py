@@ -10,6 +10,7 @@ step, so that all runs that differ in them alone share one compile.
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +21,14 @@ import yaml
 import optax_nora
 from examples.llama import cli, records
 from examples.llama.config import Config, UserError
+from examples.llama.data import Corpus
 from examples.llama.optimizers import recipe
 from examples.llama.prepare import prepare
 from examples.llama.step import Program
 from examples.llama.train import Trainer
 
-RATES = ("learning_rate", "adam_learning_rate", "weight_decay")
-ARGUMENTS = (*RATES, "seed", "steps", "warmup", "eval_every")  # the compiled step is told them
+ARGUMENTS = ("learning_rate", "adam_learning_rate", "weight_decay")  # the compiled step is told
+ARGUMENTS += ("seed", "steps", "warmup", "eval_every")
 
 
 def read_grid(path: Path, base: list[str], rows: list[dict]) -> list[Config]:
@@ -118,16 +120,22 @@ def part_of(configs: list[Config], part: str) -> list[Config]:
     return configs[len(configs) * (number - 1) // parts : len(configs) * number // parts]
 
 
-def sweep(configs: list[Config], out: Path) -> None:
-    """Runs what has no row yet, and appends a row as each run ends."""
+def left_to_run(configs: list[Config], out: Path) -> Iterator[tuple[str, Config, Corpus, dict]]:
+    """What has no row yet: its place among all runs, its settings, its text, its identity."""
     defaults = cli.identity(Config(), "")  # of fields that are newer than a row
     done = [defaults | row["run"] for row in records.read(out)] if out.exists() else []
-    compiled: list[tuple[Config, Program]] = []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)
         identity = cli.identity(config, corpus.identity)
-        if identity in done:
-            continue
+        if identity not in done:
+            yield f"{number}/{len(configs)}", config, corpus, identity
+            done.append(identity)
+
+
+def sweep(configs: list[Config], out: Path) -> None:
+    """Runs what has no row yet, and appends a row as each run ends."""
+    compiled: list[tuple[Config, Program]] = []
+    for place, config, corpus, identity in left_to_run(configs, out):
         program = next((p for known, p in compiled if same_program(known, config)), None)
         if program is None:
             trainer = Trainer(config, corpus)
@@ -138,9 +146,8 @@ def sweep(configs: list[Config], out: Path) -> None:
             compiled.append((config, program))
         row = {"run": identity} | run(Trainer(config, corpus, program))
         records.append(out, row)
-        done.append(identity)
         named = ", ".join(f"{name} {getattr(config, name)}" for name in ("optimizer", *ARGUMENTS))
-        print(f"{number}/{len(configs)} {named}: held-out loss {row['held_out_loss']}", flush=True)
+        print(f"{place} {named}: held-out loss {row['held_out_loss']}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -158,10 +165,10 @@ class SweepConfig:
 
 
 def main(arguments: list[str]) -> None:
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = tyro.cli(SweepConfig, args=arguments[:split])
+    own, every = cli.split(arguments)
+    options = tyro.cli(SweepConfig, args=own)
     rows = [row for path in options.best for row in records.read(path)]
-    grids = [read_grid(path, arguments[split + 1 :], rows) for path in options.grid]
+    grids = [read_grid(path, every, rows) for path in options.grid]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
 

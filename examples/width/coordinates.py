@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jax import Array
 from matplotlib.figure import Figure
@@ -29,11 +28,11 @@ from matplotlib.figure import Figure
 from examples.llama import cli, records
 from examples.llama.config import Config
 from examples.llama.model import Attention, Llama
-from examples.llama.prepare import prepare
-from examples.llama.sweep import part_of
+from examples.llama.plot import markdown
+from examples.llama.sweep import left_to_run
 from examples.llama.train import Trainer
 from examples.width import settings
-from examples.width.settings import Size, at_width, base_config, exponent
+from examples.width.settings import Size, at_width, base_config, exponent, rows_of
 
 CONSTANT = " --warmup 0 --final-fraction 1 --steps 20 --precision float32"  # rates, for all widths
 SIZES = {
@@ -128,16 +127,11 @@ def run(trainer: Trainer) -> dict[str, dict[str, dict[str, float]]]:
 
 def measure(configs: list[Config], out: Path) -> None:
     """Runs what has no row yet, and appends a row as each run ends."""
-    done = [row["run"] for row in records.read(out)] if out.exists() else []
-    for number, config in enumerate(configs, 1):
-        corpus = prepare(config.data, config.model.vocab_size)
-        identity = cli.identity(config, corpus.identity)
-        if identity in done:
-            continue
+    for place, config, corpus, identity in left_to_run(configs, out):
         device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         changed = run(Trainer(config, corpus))
         records.append(out, {"run": identity, "changes": changed} | device)
-        print(f"{number}/{len(configs)} {config.row_scale}, width {config.model.width}", flush=True)
+        print(f"{place} {config.row_scale}, width {config.model.width}", flush=True)
 
 
 def grid(args: Args, every: list[str]) -> list[Config]:
@@ -173,7 +167,7 @@ def table(rows: list[dict], of: str) -> list[str]:
         ]
         for name, step in itertools.product(row_scales(rows), AFTER)
     ]
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+    return markdown(head, body)
 
 
 def draw(rows: list[dict], out: Path) -> None:
@@ -200,12 +194,7 @@ def draw(rows: list[dict], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    own, every = settings.split(arguments)
-    args = tyro.cli(Args, description=__doc__, args=own)
-    if not args.draw:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        measure(part_of(grid(args, every), args.part), args.out)
-    rows = records.read(args.out)
+    args, rows = rows_of(arguments, Args, __doc__, grid, measure)
     draw(rows, args.figure)
     for of in ("total", "own"):
         print("\n".join(["", *table(rows, of)]))

@@ -9,16 +9,18 @@ matrices inside the blocks.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import matplotlib
 import numpy as np
+import tyro
 
-from examples.llama import cli
+from examples.llama import cli, records
 from examples.llama.config import Config, UserError
-from examples.llama.sweep import with_rates
+from examples.llama.sweep import part_of, with_rates
 
 matplotlib.use("agg")
 matplotlib.rcParams["svg.fonttype"] = "none"
@@ -48,10 +50,31 @@ class Args:
     """Draw what is there; run nothing."""
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments of this command, and those for every run, which follow `--`."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], arguments[at + 1 :]
+Some = TypeVar("Some", bound=Args)
+
+
+def rows_of(
+    arguments: list[str],
+    kind: type[Some],
+    doc: str | None,
+    grid: Callable[[Some, list[str]], list[Config]],
+    run: Callable[[list[Config], Path], None],
+) -> tuple[Some, list[dict]]:
+    """What a command of this folder was told, and all its rows, after it ran those that lack.
+
+    Args:
+        arguments: of the command line.
+        kind: what they are read into.
+        doc: of the command.
+        grid: all runs, from what was read and the flags for every run.
+        run: runs them and appends their rows to a file.
+    """
+    own, every = cli.split(arguments)
+    args = tyro.cli(kind, description=doc, args=own)
+    if not args.draw:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        run(part_of(grid(args, every), args.part), args.out)
+    return args, records.read(args.out)
 
 
 @dataclass(frozen=True)

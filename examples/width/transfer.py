@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-import tyro
 from matplotlib.figure import Figure
 
-from examples.llama import cli, records
+from examples.llama import cli
 from examples.llama.config import Config
-from examples.llama.sweep import part_of, sweep
+from examples.llama.plot import markdown
+from examples.llama.sweep import sweep
 from examples.width import settings
-from examples.width.settings import Size, at_width, base_config, exponent
+from examples.width.settings import Size, at_width, base_config, exponent, rows_of
 
 SIZES = {
     "cpu": Size(
@@ -98,7 +98,7 @@ def table(found: dict[str, dict[int, dict[float, float]]]) -> list[str]:
         cells = (f"{best[width]:.2g}" if width in best else "" for width in widths)
         miss = f"+{kept - min(wide.values()):.3f}"
         body.append((name, *cells, power, f"{THEORY[name]:g}", miss))
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+    return markdown(head, body)
 
 
 def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
@@ -128,12 +128,8 @@ def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    own, every = settings.split(arguments)
-    args = tyro.cli(Args, description=__doc__, args=own)
-    if not args.draw:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        sweep(part_of(grid(args, every), args.part), args.out)
-    found = losses(records.read(args.out))
+    args, rows = rows_of(arguments, Args, __doc__, grid, sweep)
+    found = losses(rows)
     draw(found, args.figure)
     print("\n".join(table(found)))
 

@@ -1,6 +1,5 @@
 """Runs in processes of their own: several hosts, SIGTERM, and kill -9 at any moment."""
 
-import json
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from logs import metrics
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +46,6 @@ def finish(process: subprocess.Popen) -> str:
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return out
-
-
-def metrics(folder) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    times = {"seconds", "tokens_per_second", "optimizer_seconds", "optimizer_share"}
-    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 
 def wait_for(path, lines: int, process: subprocess.Popen) -> None:

@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import logs
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
@@ -19,9 +20,7 @@ from examples.llama.train import Trainer, train
 
 
 def metrics(config) -> list[dict]:
-    lines = (config.out / config.name / "metrics.jsonl").read_text().splitlines()
-    times = {"seconds", "tokens_per_second", "optimizer_seconds", "optimizer_share"}
-    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
+    return logs.metrics(config.out / config.name)
 
 
 def losses(config, corpus, steps: int) -> np.ndarray:
