@@ -44,10 +44,13 @@ def _kernels() -> Any:
         return None
 
 
-def has_kernel(backend: str, rows: Rows, g: Array, mu: Array, w: Array) -> bool:
-    """Whether a kernel makes the step of this leaf; if not, XLA does."""
-    if backend == "xla" or (backend == "auto" and not _kernels_win()):
-        return False
+def uses_kernels(backend: str) -> bool:
+    """Whether a leaf may have a kernel; if not, all is XLA's."""
+    return backend == "pallas" or (backend == "auto" and _kernels_win())
+
+
+def has_kernel(rows: Rows, g: Array, mu: Array, w: Array) -> bool:
+    """Whether there is a kernel for this leaf; if not, XLA makes its step."""
     arrays = [jax.typeof(x) for x in (g, mu, w)]
     return (
         not rows.reduction_mesh
@@ -112,7 +115,8 @@ def by_kernel(
                 out_specs=(spec, spec),
                 check_vma=False,
             )(*operands)
-        return partitioned(*operands)
+        # What custom_partitioning leaves in a program keeps it out of jax's compilation cache.
+        return local(*operands) if jax.device_count() == 1 else partitioned(*operands)
 
     @placed.def_vmap
     def mapped(axis_size: int, batched: list[bool], *operands: Array) -> Any:

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,24 +75,27 @@ def _fold(rows: Rows, shape: tuple[int, ...]) -> tuple[int, int, int]:
     return math.prod(shape[:first]), math.prod(shape[first:last]), math.prod(shape[last:])
 
 
+class _Static(NamedTuple):
+    """What a kernel knows when it is compiled."""
+
+    shape: tuple[int, int]  # of one matrix of the batch
+    tile: tuple[int, int]
+    write_weight: bool
+    interpret: bool
+
+
 def _last(
     coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
 ) -> Sequence[Array]:
     rows, n, _ = w.shape
     width = pl.next_power_of_2(n)
-    tile = max(1, 2048 // width), width
+    static = _Static((rows, n), (max(1, 2048 // width), width), write_weight, interpret)
     return _call(
-        functools.partial(
-            _row_kernel,
-            shape=(rows, n),
-            tile=tile,
-            write_weight=write_weight,
-            interpret=interpret,
-        ),
-        (pl.cdiv(rows, tile[0]),),
+        _row_kernel,
+        static,
+        (pl.cdiv(rows, static.tile[0]),),
         (coefficients, *(x.reshape(rows, n) for x in (g, mu, w))),
         2 if write_weight else 1,
-        interpret,
         warps=4 if width <= 8192 else 8,
     )
 
@@ -101,39 +104,37 @@ def _first(
     coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
 ) -> Sequence[Array]:
     batch, n, rows = w.shape
+    sums = _Static((n, rows), SUMS_TILE, write_weight, interpret)
     parts = pl.cdiv(n, SUMS_TILE[0])
-    (sums,) = _call(
-        functools.partial(_sums_kernel, shape=(n, rows), tile=SUMS_TILE, interpret=interpret),
+    (found,) = _call(
+        _sums_kernel,
+        sums,
         (pl.cdiv(rows, SUMS_TILE[1]), parts, batch),
         (coefficients, g, mu, w),
         0,
-        interpret,
         out_shape=[_like(w, (batch, parts, 6, rows), jnp.float32)],
     )
     with jax.enable_x64(True):
-        total = jnp.sum(_double(sums[:, :, 0::2]) + _double(sums[:, :, 1::2]), axis=1)
+        total = jnp.sum(_double(found[:, :, 0::2]) + _double(found[:, :, 1::2]), axis=1)
         along, factor = _finish(Coefficients(*coefficients), *(total[:, k] for k in range(3)))
+        # Not `_halves`: XLA drops a rounding that is undone at once, and low would be 0.
+        high = jax.lax.reduce_precision(along, exponent_bits=8, mantissa_bits=23)
+        high, low = _single(high), _single(along - high)
     return _call(
-        functools.partial(
-            _write_kernel,
-            shape=(n, rows),
-            tile=WRITE_TILE,
-            write_weight=write_weight,
-            interpret=interpret,
-        ),
+        _write_kernel,
+        sums._replace(tile=WRITE_TILE),
         (pl.cdiv(rows, WRITE_TILE[1]), pl.cdiv(n, WRITE_TILE[0]), batch),
-        (coefficients, jnp.stack([*_halves(along), factor], axis=1), g, mu, w),
+        (coefficients, jnp.stack([high, low, factor], axis=1), g, mu, w),
         2 if write_weight else 1,
-        interpret,
     )
 
 
 def _call(
     kernel: Any,
+    static: _Static,
     grid: tuple[int, ...],
     inputs: Sequence[Array],
     in_place: int,
-    interpret: bool,
     warps: int = 4,
     out_shape: Sequence[Any] | None = None,
 ) -> Sequence[Array]:
@@ -147,13 +148,13 @@ def _call(
         out_shape = [_like(x, x.shape, x.dtype) for x in inputs[first:]]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, static=static),
         grid=grid,
         in_specs=[anywhere] * len(inputs),
         out_specs=[anywhere] * len(out_shape),
         out_shape=out_shape,
         input_output_aliases={first + k: k for k in range(in_place)},
-        interpret=interpret,
+        interpret=static.interpret,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
     )(*inputs)
 
@@ -166,46 +167,26 @@ def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _row_kernel(
-    coefficients: Ref,
-    g: Ref,
-    mu: Ref,
-    w: Ref,
-    mu_out: Ref,
-    out: Ref,
-    *,
-    shape: tuple[int, int],
-    tile: tuple[int, int],
-    write_weight: bool,
-    interpret: bool,
+    coefficients: Ref, g: Ref, mu: Ref, w: Ref, mu_out: Ref, out: Ref, *, static: _Static
 ) -> None:
-    row = pl.program_id(0) * tile[0]
+    row = pl.program_id(0) * static.tile[0]
     column = row * 0  # traced, as a slice past the edge may only be: it is masked
-    inside = _inside(row, column, shape, tile)
+    inside = _inside(row, column, static)
 
     def at(ref: Ref) -> Ref:
-        return ref.at[pl.ds(row, tile[0]), pl.ds(column, tile[1])]
+        return ref.at[pl.ds(row, static.tile[0]), pl.ds(column, static.tile[1])]
 
     c = _read(coefficients)
-    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, static)
     along, factor = _finish(c, *_sums(h, wide, axis=1))
-    end = _end(c, h, wide, along[:, None], factor[:, None], out.dtype, write_weight, interpret)
+    end = _end(c, h, wide, along[:, None], factor[:, None], out.dtype, static)
     triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
     triton.store(at(out), end, mask=inside)
 
 
-def _sums_kernel(
-    coefficients: Ref,
-    g: Ref,
-    mu: Ref,
-    w: Ref,
-    sums: Ref,
-    *,
-    shape: tuple[int, int],
-    tile: tuple[int, int],
-    interpret: bool,
-) -> None:
-    part, at, of_panel, inside, in_panel = _tile(shape, tile)
-    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, interpret)
+def _sums_kernel(coefficients: Ref, g: Ref, mu: Ref, w: Ref, sums: Ref, *, static: _Static) -> None:
+    part, at, of_panel, inside, in_panel = _tile(static)
+    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, static)
     for k, total in enumerate(_sums(h, wide, axis=0)):
         for j, half in enumerate(_halves(total)):
             triton.store(of_panel(sums, part, 2 * k + j + 0 * part), half, mask=in_panel)
@@ -220,43 +201,46 @@ def _write_kernel(
     mu_out: Ref,
     out: Ref,
     *,
-    shape: tuple[int, int],
-    tile: tuple[int, int],
-    write_weight: bool,
-    interpret: bool,
+    static: _Static,
 ) -> None:
-    part, at, of_panel, inside, in_panel = _tile(shape, tile)
+    # What the sums read last is still in the cache, and is read first here.
+    part, at, of_panel, inside, in_panel = _tile(static, backwards=True)
     c = _read(coefficients)
-    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, interpret)
+    new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, static)
     high, low, factor = (
         triton.load(of_panel(found, k + 0 * part), mask=in_panel, other=0.0) for k in range(3)
     )
     with jax.enable_x64(True):
         along = _double(high) + _double(low)
-    end = _end(c, h, wide, along[None], factor[None], out.dtype, write_weight, interpret)
+    end = _end(c, h, wide, along[None], factor[None], out.dtype, static)
     triton.store(at(mu_out), new_mu.astype(mu_out.dtype), mask=inside)
     triton.store(at(out), end, mask=inside)
 
 
-def _tile(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[Any, ...]:
+def _tile(static: _Static, backwards: bool = False) -> tuple[Any, ...]:
     """A program's part of its panel's rows: its number, two references into arrays, two masks."""
-    panel, part, batch = (pl.program_id(k) for k in range(3))
-    row, column = part * tile[0], panel * tile[1]
-    columns = pl.ds(column, tile[1])
+    ids = [pl.program_id(k) for k in range(3)]
+    if backwards:
+        ids = [pl.num_programs(k) - 1 - x for k, x in enumerate(ids)]
+    panel, part, batch = ids
+    row, column = part * static.tile[0], panel * static.tile[1]
+    columns = pl.ds(column, static.tile[1])
 
     def at(ref: Ref) -> Ref:
-        return ref.at[batch, pl.ds(row, tile[0]), columns]
+        return ref.at[batch, pl.ds(row, static.tile[0]), columns]
 
     def of_panel(ref: Ref, *index: Array) -> Ref:
         return ref.at[batch, *index, columns]
 
-    in_panel = column + jnp.arange(tile[1]) < shape[1]
-    return part, at, of_panel, _inside(row, column, shape, tile), in_panel
+    in_panel = column + jnp.arange(static.tile[1]) < static.shape[1]
+    return part, at, of_panel, _inside(row, column, static), in_panel
 
 
-def _inside(row: Array, column: Array, shape: tuple[int, int], tile: tuple[int, int]) -> Array:
-    rows, columns = row + jnp.arange(tile[0]), column + jnp.arange(tile[1])
-    return (rows < shape[0])[:, None] & (columns < shape[1])[None, :]
+def _inside(row: Array, column: Array, static: _Static) -> Array:
+    rows, columns = (
+        start + jnp.arange(k) for start, k in zip((row, column), static.tile, strict=True)
+    )
+    return (rows < static.shape[0])[:, None] & (columns < static.shape[1])[None, :]
 
 
 def _read(coefficients: Ref) -> Coefficients:
@@ -264,13 +248,13 @@ def _read(coefficients: Ref) -> Coefficients:
 
 
 def _momentum(
-    c: Coefficients, refs: Sequence[Ref], inside: Array, interpret: bool
+    c: Coefficients, refs: Sequence[Ref], inside: Array, static: _Static
 ) -> Sequence[Array]:
     """The new momentum, the look-ahead h and the weight of a tile in float32; 0 outside."""
     g, mu, w = (triton.load(ref, mask=inside, other=0.0).astype(jnp.float32) for ref in refs)
     g = c.grad_scale * g
-    mu = _fused_multiply_add(c.beta, mu, c.one_minus_beta * g, interpret)
-    return mu, _fused_multiply_add(c.ahead, mu, c.one_minus_ahead * g, interpret), w
+    mu = _fused_multiply_add(c.beta, mu, c.one_minus_beta * g, static)
+    return mu, _fused_multiply_add(c.ahead, mu, c.one_minus_ahead * g, static), w
 
 
 def _double(x: Array) -> Array:
@@ -289,10 +273,10 @@ def _halves(x: Array) -> tuple[Array, Array]:
         return high, _single(x - _double(high))
 
 
-def _fused_multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
+def _fused_multiply_add(a: Array, b: Array, c: Array, static: _Static) -> Array:
     """``a * b + c``, rounded once: left to a compiler, h might differ from use to use."""
     a = jnp.broadcast_to(a, b.shape)
-    if interpret:
+    if static.interpret:
         with jax.enable_x64(True):
             return _single(_double(a) * _double(b) + _double(c))
     (out,) = triton.elementwise_inline_asm(
@@ -330,12 +314,11 @@ def _end(
     along: Array,
     factor: Array,
     dtype: Any,
-    write_weight: bool,
-    interpret: bool,
+    static: _Static,
 ) -> Array:
     """The weight after the step, or its update."""
     high, low = _halves(along)
-    u = _fused_multiply_add(-low, w, _fused_multiply_add(-high, w, h, interpret), interpret)
+    u = _fused_multiply_add(-low, w, _fused_multiply_add(-high, w, h, static), static)
     unit = jnp.where(factor == 0, 0, u * factor)
     update = (-c.learning_rate * (unit + c.weight_decay * w)).astype(dtype)
-    return (w + update.astype(jnp.float32)).astype(dtype) if write_weight else update
+    return (w + update.astype(jnp.float32)).astype(dtype) if static.write_weight else update

@@ -223,7 +223,7 @@ def nora(
     adam_b2: Any = 0.95,
     adam_eps: Any = 1e-10,
     adam_weight_decay: Any = 0.0,
-    backend: str = "xla",
+    backend: str = "auto",
 ) -> StepTransformation:
     r"""Nora for a whole model: its matrices by `scale_by_nora`, the rest by `optax.adamw`.
 
@@ -265,10 +265,10 @@ def nora(
       adam_b2: decay of AdamW's second moment.
       adam_eps: AdamW's epsilon, added to the root of the second moment.
       adam_weight_decay: decoupled weight decay of AdamW.
-      backend: ``"xla"``; ``"pallas"``, kernels for all matrices that have one, interpreted where
-        there is no GPU; ``"auto"``, kernels where they are faster: in ``step``, on NVIDIA's A100,
-        H100, H200 and B200. Kernels are for float32, bfloat16 and float16 whose reduction axes are
-        neighbours, without radial and deflate; all else is XLA's.
+      backend: ``"auto"``, kernels where they are faster: on NVIDIA's A100, H100, H200 and B200;
+        ``"pallas"``, kernels everywhere, interpreted where there is no GPU; ``"xla"``, none.
+        Kernels are for float32, bfloat16 and float16 whose reduction axes are neighbours, without
+        radial and deflate; all else is XLA's.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`. Arithmetic

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
-from optax_nora._backend import by_kernel, has_kernel
+from optax_nora._backend import by_kernel, has_kernel, uses_kernels
 from optax_nora._checks import require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import MomentumState
@@ -87,9 +87,7 @@ class Update:
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        # "auto" leaves updates to XLA, which fuses what follows into them; a kernel's are stored,
-        # and read again to be applied. Whether they win nevertheless was not measured.
-        if self.backend != "pallas":
+        if not uses_kernels(self.backend):
             return self.plain.update(updates, state, params, **extra_args)
         require_params(params)
         made = self._by_kernels(updates, state, params, 1.0, write_weight=False)
@@ -114,10 +112,11 @@ class Update:
         """A tree of `_Made` for the leaves that have a kernel, and `optax.MaskedNode`."""
         rule = as_rule(self.weight_dimension_numbers, Default(), params)
         momentum, count = _Place.of(state)
+        kernels = uses_kernels(self.backend)
 
         def one(leaf: Leaf, w: Array, g: Array, mu: Any, decays: Any) -> Any:
             rows = for_nora(leaf, route(leaf, rule))
-            if mu is None or rows is None or not has_kernel(self.backend, rows, g, mu, w):
+            if not kernels or mu is None or rows is None or not has_kernel(rows, g, mu, w):
                 return optax.MaskedNode()
             numbers = self.coefficients(leaf.shape, rows, decays, count)
             numbers = numbers._replace(grad_scale=grad_scale)
