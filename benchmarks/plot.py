@@ -14,13 +14,11 @@ from matplotlib.figure import Figure
 
 STYLES = {
     ("muon", "first"): ("Muon (optax)", "s", "tab:purple"),
-    ("nora", "first"): ("Nora, rows along the first axis", "o", "tab:orange"),
-    ("nora", "last"): ("Nora, rows along the last axis", "^", "tab:orange"),
+    ("nora", "first"): ("Nora by XLA, rows along the first axis", "o", "tab:orange"),
+    ("nora", "last"): ("Nora by XLA, rows along the last axis", "^", "tab:orange"),
     ("adamw", "first"): ("AdamW (optax)", "D", "tab:gray"),
-    ("step", "first"): ("step, rows along the first axis", "o", "tab:green"),
-    ("step", "last"): ("step, rows along the last axis", "^", "tab:green"),
-    ("fused", "first"): ("fused kernels, rows along the first axis", "o", "tab:blue"),
-    ("fused", "last"): ("fused kernels, rows along the last axis", "^", "tab:blue"),
+    ("step", "first"): ("step by kernels, rows along the first axis", "o", "tab:blue"),
+    ("step", "last"): ("step by kernels, rows along the last axis", "^", "tab:blue"),
 }
 
 

@@ -33,9 +33,9 @@ class StepTransformation(optax.GradientTransformationExtraArgs):
 
         The parameters that `optax.apply_updates` makes of ``update``, from and to the same state;
         the two may alternate. Kernels read gradient, momentum and weight, and write momentum and
-        weight: no updates are stored. Under `jax.jit` with parameters and state donated, both are
-        changed in place. ``grad_scale`` multiplies all gradients on their way in: clipping by the
-        global norm then costs no pass over memory.
+        weight: no updates are stored. Under `jax.jit` with parameters and state donated, in the
+        order in which they are returned, both are changed in place. ``grad_scale`` multiplies all
+        gradients on their way in: clipping by the global norm then costs no pass over memory.
         """
         return self.update.step  # pyright: ignore[reportAttributeAccessIssue]
 

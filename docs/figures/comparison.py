@@ -6,11 +6,27 @@ from pathlib import Path
 from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_rows, table
 
 DOCS = Path(__file__).parents[1]
-ROWS = [DOCS / "results" / "comparison" / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
+RESULTS = DOCS / "results" / "comparison"
+ROWS = [RESULTS / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
+MORE = [RESULTS / "more.jsonl"]  # one seed, several runs to a card: their times say nothing
+AGAIN = [RESULTS / "again.jsonl"]
 USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
-USUAL |= {"deflate": None, "keep_row_norms": False, "scan_layers": False}
+USUAL |= {"deflate": None, "radial": None, "keep_row_norms": False, "scan_layers": False}
 OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
+OPTIONS = {
+    "row_scale rms": {"row_scale": "rms"},
+    "keep_row_norms": {"keep_row_norms": True},
+    "none": {},
+    "radial 1.0": {"radial": 1.0},
+    "row_scale unit": {"row_scale": "unit"},
+    "row_scale width, base_fan_in 512": {"row_scale": "width"},
+    "momentum 1.0": {"momentum": 1.0},
+    "deflate 1": {"deflate": 1},
+}
 HEAD = {
+    "adam": ("optimizer", "0.0025", "0.005", "0.01", "0.02"),
+    "again": ("optimizer", "seed", "before", "again"),
+    "options": ("Nora with", "rate", "held-out loss"),
     "decay": ("optimizer", "weight decay 0", "weight decay 0.1"),
     "precision": ("optimizer", "float32", "bfloat16, float32 copies", "bfloat16"),
     "large": ("optimizer", "rate", "held-out loss", "tokens/s"),
@@ -43,6 +59,43 @@ def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
     return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
 
 
+def adam(rows: list[dict]) -> list[tuple[str, ...]]:
+    """Over AdamW's rate, at the best rate of the matrices."""
+    lines = []
+    for name in OPTIMIZERS:
+        wanted = {k: seeds_of_best(rows, name)[0]["run"][k] for k in ("optimizer", "learning_rate")}
+        own = [
+            r for r in pick(rows, seed=0) if usual_decay(r) and wanted.items() <= r["run"].items()
+        ]
+        at = {f"{r['run']['adam_learning_rate']:g}": [r] for r in own}
+        lines.append((name, *(cell(at.get(rate, [])) for rate in HEAD["adam"][1:])))
+    return lines
+
+
+def again(rows: list[dict]) -> list[tuple[str, ...]]:
+    """What was run once more."""
+    lines = []
+    for row in named_rows(AGAIN):
+        before = next(r for r in rows if r["run"].items() <= row["run"].items())
+        name, seed = row["run"]["optimizer"], str(row["run"]["seed"])
+        lines.append((name, seed, cell([before]), cell([row])))
+    return sorted(lines)
+
+
+def options(rows: list[dict]) -> list[tuple[str, ...]]:
+    """Nora's options, without decay."""
+    best = seeds_of_best(named_rows(ROWS), "nora")[0]["run"]
+    wanted = {"optimizer": "nora", "seed": 0, "adam_learning_rate": best["adam_learning_rate"]}
+    lines = []
+    for name, fields in OPTIONS.items():
+        own = [
+            r for r in pick(rows, weight_decay=0.0, **fields) if wanted.items() <= r["run"].items()
+        ]
+        row = min(own, key=lambda r: r["loss"])
+        lines.append((name, f"{row['run']['learning_rate']:g}", cell([row])))
+    return sorted(lines, key=lambda line: line[-1])
+
+
 def decay(rows: list[dict]) -> list[tuple[str, ...]]:
     lines = []
     for name in OPTIMIZERS:
@@ -66,8 +119,9 @@ def precision(rows: list[dict]) -> list[tuple[str, ...]]:
 def large(rows: list[dict]) -> list[tuple[str, ...]]:
     lines = []
     for row in sorted(pick(rows, batch=256, steps=600, deflate=None), key=lambda r: r["loss"]):
-        name = row["run"]["optimizer"] + (", deflate 1" if row["run"]["deflate"] else "")
-        speed = f"{row['tokens_per_second']:,}"
+        deflate = row["run"]["deflate"]
+        name = row["run"]["optimizer"] + (f", deflate {deflate}" if deflate else "")
+        speed = "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
         lines.append((name, f"{row['run']['learning_rate']:g}", cell([row]), speed))
     return lines
 
@@ -80,9 +134,13 @@ def named_rows(paths: list[Path]) -> list[dict]:
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
     rows = named_rows(ROWS)
-    parts: dict[str, Callable] = {"decay": decay, "precision": precision, "large": large}
     main = table([row for row in pick(rows) if usual_decay(row)])
-    return {"main": main} | {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
+    parts: dict[str, Callable] = {"again": again, "decay": decay, "precision": precision}
+    made = {name: make(rows) for name, make in parts.items()}
+    rows += named_rows(MORE)
+    parts = {"adam": adam, "options": options, "large": large}
+    made |= {name: make(rows) for name, make in parts.items()}
+    return {"main": main} | {name: markdown(HEAD[name], lines) for name, lines in made.items()}
 
 
 if __name__ == "__main__":

@@ -136,8 +136,8 @@ class Config:
     """Directions that the rows of a matrix share, taken out of Nora's steps. None: none."""
     keep_row_norms: bool = False
     """Turn the rows of matrices, never stretch them."""
-    fused: bool = False
-    """Let Nora write the parameters itself, by kernels where there is a GPU for them."""
+    fused: bool = True
+    """Let Nora write the parameters itself where it can, on a GPU by kernels."""
     clip: float = 1.0
     """Gradients longer than this, all leaves taken together, are shortened to it."""
     warmup: int = 1_000

@@ -109,11 +109,10 @@ def dimension_numbers(config: Config):
     return optax_nora.by_path({"layers": optax_nora.stacked()}) if config.scan_layers else None
 
 
-def check_fused(config: Config) -> None:
-    """Raises if `nora(...).step` is to take the steps with more than clipping around it."""
+def is_fused(config: Config) -> bool:
+    """Whether `nora(...).step` takes the steps: it can with no more than clipping around it."""
     alone = not config.keep_row_norms and config.precision != "bfloat16_master"
-    if config.fused and not (config.optimizer == "nora" and alone):
-        raise UserError("fused needs optimizer nora, without keep_row_norms and bfloat16_master")
+    return config.fused and config.optimizer == "nora" and alone
 
 
 def make_bare(config: Config, rates: Rates) -> Any:
@@ -122,8 +121,6 @@ def make_bare(config: Config, rates: Rates) -> Any:
     names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
     given = {name: getattr(config, name) for name in names}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    if config.fused:
-        options["backend"] = "auto"
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     return chosen.make(

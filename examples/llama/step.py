@@ -17,8 +17,8 @@ from examples.llama.loss import cross_entropy
 from examples.llama.model import Llama
 from examples.llama.optimizers import (
     Rates,
-    check_fused,
     dimension_numbers,
+    is_fused,
     make_bare,
     make_optimizer,
     peak_rates,
@@ -64,7 +64,7 @@ def accumulation(config: Config, mesh: Mesh) -> int:
 def make_program(config: Config, mesh: Mesh, end: int) -> Program:
     """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer."""
     micro_batches = accumulation(config, mesh)
-    check_fused(config)
+    fused = is_fused(config)
     chunk = _chunk(config, mesh, micro_batches)
     batch_spec = NamedSharding(mesh, sharding.BATCH)
     everywhere = NamedSharding(mesh, P())
@@ -125,7 +125,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         return params, (clipping, opt_state)
 
     def optimize(state: State, grads, rates: Rates):
-        if config.fused:
+        if fused:
             return step_itself(state, grads, optax.tree.norm(grads), rates)
         updates, opt_state = update(state, grads, rates)
         return optax.apply_updates(state.params, updates), opt_state
@@ -142,7 +142,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
             params, opt_state = optimized
             return State(params, opt_state, state.step + 1, bad)
 
-        if config.fused:  # it writes in place: afterwards there is no old state to choose
+        if fused:  # it writes in place: afterwards there is no old state to choose
             kept = jax.lax.cond(
                 bad < 0, lambda: step(step_itself(state, grads, norm, rates)), lambda: state
             )

@@ -15,6 +15,7 @@ from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import UserError
 from examples.llama.data import Contexts
 from examples.llama.evaluate import evaluate, unigram_entropy
+from examples.llama.optimizers import is_fused
 from examples.llama.step import make_program
 from examples.llama.train import Trainer, train
 
@@ -329,5 +330,18 @@ def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus
     fused, plain = (losses(replaced(small, fused=fused), corpus, 6) for fused in (True, False))
     # Another program: gradients are scaled before or after they are rounded.
     np.testing.assert_allclose(fused, plain, rtol=1e-5)
-    with pytest.raises(UserError, match="fused needs optimizer nora, without keep_row_norms"):
-        Trainer(replaced(small, fused=True, optimizer="adamw"), corpus)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({}, True),
+        ({"fused": False}, False),
+        ({"optimizer": "rmnp"}, False),
+        ({"keep_row_norms": True}, False),
+        ({"precision": "bfloat16_master"}, False),
+        ({"precision": "bfloat16"}, True),
+    ],
+)
+def test_what_changes_the_updates_is_not_left_out(small, replaced, fields, fused):
+    assert is_fused(replaced(small, **fields)) == fused
