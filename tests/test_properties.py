@@ -260,6 +260,7 @@ def test_no_tangent_rows_of_length_one_descend_faster(pair, seed):
 # The norms
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("weight_decay", "tolerance"), [(0.0, 2e-6), (0.1, 1e-4)])
 @pytest.mark.parametrize("kind", ["noise", "drift", "loss"])
 def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):

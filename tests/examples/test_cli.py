@@ -243,7 +243,8 @@ def limit(step):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 cli.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
 """
-    one_device = os.environ | {"XLA_FLAGS": ""}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    one_device = os.environ | {"XLA_FLAGS": flags}
     arguments = f"--out {tmp_path} --name run --data.path {corpus.folder} --steps 8 --batch 2"
     arguments += " --save-every 4 --eval-every 4 --model.vocab-size 304 --model.layers 1"
     ended = subprocess.run(

@@ -24,9 +24,8 @@ def start(corpus, tmp_path):
     started = []
 
     def command(*arguments: str, devices: int = 1) -> subprocess.Popen:
-        flags = f"--xla_force_host_platform_device_count={devices}"
-        environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "compiled")
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        environment = os.environ | {"XLA_FLAGS": flags}
         given = [*MODEL.split(" "), "--out", str(tmp_path), "--data.path", str(corpus.folder)]
         run = [sys.executable, "-m", "examples.llama.train", *given, *" ".join(arguments).split()]
         started.append(
