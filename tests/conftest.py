@@ -49,7 +49,7 @@ def free_compiled_programs():
 
 @pytest.fixture
 def optimized():
-    """For a test that takes longer to run than to compile."""
+    """For tests that take longer to run than to compile, or compare bits of unlike programs."""
     ours = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield

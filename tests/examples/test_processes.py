@@ -68,11 +68,11 @@ def test_sigterm_saves_and_the_run_goes_on(start, tmp_path):
 def test_a_run_killed_at_random_ends_with_the_same_bits(start, tmp_path):
     """Killed in the middle of steps and of saves: every second step is saved."""
     kills = int(os.environ.get("KILLS", "3"))
-    steps = 40 * (kills + 1)  # a round is killed long before 40
-    settings = f"--steps {steps} --batch 4 --log-every 1 --eval-every 20 --save-every 2"
-    finish(start(settings, "--name whole"))
+    steps = 24 * (kills + 1)  # a round is killed long before 24
+    settings = f"--steps {steps} --batch 4 --log-every 1 --eval-every 12"
+    finish(start(settings, "--name whole", f"--save-every {steps}"))
     rng = random.Random(0)
-    process = start(settings, "--name parts")
+    process = start(settings, "--name parts --save-every 2")
     for killed in range(kills):
         lines = len(metrics(tmp_path / "parts")) if killed else 0
         wait_for(tmp_path / "parts" / "metrics.jsonl", lines + rng.randrange(1, 8), process)
