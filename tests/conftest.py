@@ -1,5 +1,6 @@
 """Set up before jax starts: eight devices on any machine, and hypothesis without surprises."""
 
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -13,10 +14,10 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 
-# Nearly all of the suite's time would go to compiling programs that run once. So little is optimized
-# after XLA's own passes, and what one test compiled the next one loads: workers of xdist and other
-# processes too, which inherit all this. COMPILE=full compiles as users do.
-if os.environ.get("COMPILE") != "full":
+# Nearly all of the suite's time would go to compiling programs that run once. So LLVM optimizes
+# little, and what one test compiled the next one loads; the workers of xdist and other processes
+# inherit all this. COMPILE=full optimizes as for users.
+if os.environ["JAX_PLATFORMS"] == "cpu" and os.environ.get("COMPILE") != "full":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
     # The older of two code generators takes half the time; jaxlib 0.12 has the newer one alone.
     if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
@@ -45,6 +46,10 @@ def free_compiled_programs():
     """Give back what a module compiled: each program maps memory, and Linux allows 65,530 maps."""
     yield
     jax.clear_caches()
+    gc.collect()
+
+
+gc.set_threshold(50_000, 20, 50)  # tracing makes many objects and few cycles; see above for those
 
 
 @pytest.fixture

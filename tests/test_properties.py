@@ -283,7 +283,7 @@ def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):
 
     @jax.jit
     def run(params):
-        keys = jax.random.split(jax.random.key(0), steps)
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), steps)  # the fastest on a CPU
         (params, _), moved = jax.lax.scan(step, (params, tx.init(params)), keys)
         return params["kernel"], moved
 

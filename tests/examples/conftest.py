@@ -4,7 +4,6 @@ import dataclasses
 import random
 from pathlib import Path
 
-import jax
 import pytest
 
 from examples.llama.config import Config, DataConfig, MeshConfig, ModelConfig

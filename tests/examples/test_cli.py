@@ -185,12 +185,19 @@ def test_a_model_that_the_mesh_does_not_divide(small, replaced, corpus):
 
 
 class TestCheckpoints:
+    @pytest.fixture(scope="class")
+    def run_once(self, tmp_path_factory):
+        """The folder of one run, for all tests."""
+        return tmp_path_factory.mktemp("run_once") / "out"
+
     @pytest.fixture
-    def finished(self, small, replaced, tmp_path, monkeypatch):
+    def finished(self, run_once, small, replaced, tmp_path, monkeypatch):
         devices = sharding.jax.devices()
         monkeypatch.setattr(sharding.jax, "devices", lambda: devices[:1])
         config = replaced(small, steps=2, batch=2)
-        train_module.train(config)
+        if not run_once.exists():
+            train_module.train(dataclasses.replace(config, out=run_once))
+        shutil.copytree(run_once, tmp_path, dirs_exist_ok=True)
         return dataclasses.replace(config, resume=True)
 
     def refused(self, config) -> str:
