@@ -184,12 +184,13 @@ def test_a_model_that_the_mesh_does_not_divide(small, replaced, corpus):
     assert "batch 6 does not divide over mesh data * fsdp = 8" in message(mesh=fsdp, batch=6)
 
 
-class TestCheckpoints:
-    @pytest.fixture(scope="class")
-    def run_once(self, tmp_path_factory):
-        """The folder of one run, for all tests."""
-        return tmp_path_factory.mktemp("run_once") / "out"
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory):
+    """Where one run is kept for all tests of checkpoints."""
+    return tmp_path_factory.mktemp("run_once") / "out"
 
+
+class TestCheckpoints:
     @pytest.fixture
     def finished(self, run_once, small, replaced, tmp_path, monkeypatch):
         devices = sharding.jax.devices()
