@@ -1,6 +1,9 @@
 """Set up before jax starts: eight devices on any machine, and hypothesis without surprises."""
 
+import gc
+import importlib.metadata
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Devices that wait for each other longer than the terminate timeout (40 s by default) abort the
@@ -10,6 +13,19 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_force_host_platform_device_count=8"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+
+# Nearly all of the suite's time would go to compiling programs that run once. So LLVM optimizes
+# little, and what one test compiled the next one loads; the workers of xdist and other processes
+# inherit all this. COMPILE=full optimizes as for users.
+if os.environ["JAX_PLATFORMS"] == "cpu" and os.environ.get("COMPILE") != "full":
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    # The older of two code generators takes half the time; jaxlib 0.12 has the newer one alone.
+    if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="compiled-")  # until this process ends
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
 
 import hypothesis
 import jax
@@ -30,3 +46,16 @@ def free_compiled_programs():
     """Give back what a module compiled: each program maps memory, and Linux allows 65,530 maps."""
     yield
     jax.clear_caches()
+    gc.collect()
+
+
+gc.set_threshold(50_000, 20, 50)  # tracing makes many objects and few cycles; see above for those
+
+
+@pytest.fixture
+def optimized():
+    """For tests that take longer to run than to compile, or compare bits of unlike programs."""
+    ours = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", ours)

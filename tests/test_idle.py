@@ -13,6 +13,7 @@ from optax_nora import nora, rest_idle_rows, scale_by_nora
 EVERY_MATRIX = optax_nora.by_path({})
 
 
+@pytest.mark.usefixtures("optimized")  # two programs to the same bits
 @every_kernel
 def test_idle_rows_rest_and_the_others_move(shape, numbers):
     params, grads = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2)]

@@ -260,6 +260,7 @@ def test_no_tangent_rows_of_length_one_descend_faster(pair, seed):
 # The norms
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("weight_decay", "tolerance"), [(0.0, 2e-6), (0.1, 1e-4)])
 @pytest.mark.parametrize("kind", ["noise", "drift", "loss"])
 def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):
@@ -282,7 +283,7 @@ def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):
 
     @jax.jit
     def run(params):
-        keys = jax.random.split(jax.random.key(0), steps)
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), steps)  # the fastest on a CPU
         (params, _), moved = jax.lax.scan(step, (params, tx.init(params)), keys)
         return params["kernel"], moved
 

@@ -4,9 +4,7 @@ import dataclasses
 import random
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from examples.llama.config import Config, DataConfig, MeshConfig, ModelConfig
 from examples.llama.data import Corpus
@@ -24,24 +22,6 @@ def text(words: int, seed: int) -> str:
         at = (at + rng.choice((1, 1, 1, 4))) % len(WORDS)
         out.append(WORDS[at])
     return " ".join(out)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compile_fast(tmp_path_factory):
-    """Compiles with few optimizations, and what one test has compiled the next one loads."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    changes = {  # the setting here, and jax's own
-        "jax_compilation_cache_dir": (folder, None),
-        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        "jax_disable_most_optimizations": (True, False),
-    }
-    for name, (here, _) in changes.items():
-        jax.config.update(name, here)
-    compilation_cache.reset_cache()
-    yield
-    for name, (_, own) in changes.items():
-        jax.config.update(name, own)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -184,13 +184,21 @@ def test_a_model_that_the_mesh_does_not_divide(small, replaced, corpus):
     assert "batch 6 does not divide over mesh data * fsdp = 8" in message(mesh=fsdp, batch=6)
 
 
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory):
+    """Where one run is kept for all tests of checkpoints."""
+    return tmp_path_factory.mktemp("run_once") / "out"
+
+
 class TestCheckpoints:
     @pytest.fixture
-    def finished(self, small, replaced, tmp_path, monkeypatch):
+    def finished(self, run_once, small, replaced, tmp_path, monkeypatch):
         devices = sharding.jax.devices()
         monkeypatch.setattr(sharding.jax, "devices", lambda: devices[:1])
         config = replaced(small, steps=2, batch=2)
-        train_module.train(config)
+        if not run_once.exists():
+            train_module.train(dataclasses.replace(config, out=run_once))
+        shutil.copytree(run_once, tmp_path, dirs_exist_ok=True)
         return dataclasses.replace(config, resume=True)
 
     def refused(self, config) -> str:
@@ -243,7 +251,8 @@ def limit(step):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 cli.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
 """
-    one_device = os.environ | {"XLA_FLAGS": ""}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    one_device = os.environ | {"XLA_FLAGS": flags}
     arguments = f"--out {tmp_path} --name run --data.path {corpus.folder} --steps 8 --batch 2"
     arguments += " --save-every 4 --eval-every 4 --model.vocab-size 304 --model.layers 1"
     ended = subprocess.run(

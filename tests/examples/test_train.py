@@ -1,7 +1,9 @@
 """A run: it learns, it goes on exactly where it stopped, and the mesh changes nothing but speed."""
 
+import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from tensorboardX.proto import event_pb2
 
 from examples.llama import cli, optimizers, sharding, speed
 from examples.llama.checkpoint import Checkpoints
-from examples.llama.config import UserError
+from examples.llama.config import Config, UserError
 from examples.llama.data import Contexts
 from examples.llama.evaluate import evaluate, unigram_entropy
 from examples.llama.optimizers import is_fused
@@ -26,14 +28,20 @@ def metrics(config) -> list[dict]:
 
 def losses(config, corpus, steps: int) -> np.ndarray:
     """The losses of the first steps, without a folder."""
-    trainer = Trainer(config, corpus)
-    trainer.start()
-    found = []
-    for _ in range(steps):
-        tokens = sharding.put_batch(next(trainer.batches), trainer.mesh)
-        trainer.state, values = trainer.program.train(trainer.state, tokens, trainer.rates)
-        found.append(float(values["loss"]))
-    return np.array(found)
+    run = dataclasses.replace(config, out=Path()), steps
+    if run not in FOUND:  # several tests compare with the same run
+        trainer = Trainer(config, corpus)
+        trainer.start()
+        found = []
+        for _ in range(steps):
+            tokens = sharding.put_batch(next(trainer.batches), trainer.mesh)
+            trainer.state, values = trainer.program.train(trainer.state, tokens, trainer.rates)
+            found.append(float(values["loss"]))
+        FOUND[run] = np.array(found)
+    return FOUND[run]
+
+
+FOUND: dict[tuple[Config, int], np.ndarray] = {}
 
 
 def saved(config, corpus) -> dict[str, np.ndarray]:
@@ -63,7 +71,7 @@ def devices_of_the_mesh(monkeypatch):
 
 
 def test_it_learns(small, replaced, corpus):
-    config = replaced(small, steps=60, learning_rate=0.02, warmup=5)
+    config = replaced(small, steps=60, learning_rate=0.02, warmup=5, save_every=60)
     train(config)
     held_out = [line["held_out_loss"] for line in metrics(config) if "held_out_loss" in line]
     # Each word is followed by one of two, one three times likelier: about 0.56 nats a word
@@ -121,7 +129,9 @@ def test_a_run_goes_on_upon_another_mesh(small, replaced):
     ids=["data", "fsdp", "tensor", "mixed"],
 )
 def test_meshes_give_the_losses_of_one_device(small, replaced, corpus, mesh, scan_layers):
-    one = replaced(small, model={"kv_heads": 4}, steps=20, scan_layers=scan_layers)
+    layers = 2 if scan_layers else 1  # all of them have the same leaves
+    model = {"kv_heads": 4, "layers": layers}
+    one = replaced(small, model=model, steps=20, scan_layers=scan_layers)
     many = replaced(one, mesh=dict(zip(("data", "fsdp", "tensor"), mesh, strict=True)))
     # float32 sums in another order, amplified by 20 steps
     np.testing.assert_allclose(losses(many, corpus, 20), losses(one, corpus, 20), atol=1e-4)
@@ -249,13 +259,14 @@ def test_precisions(small, replaced, corpus, precision):
     kept = {x.dtype for path, x in state if "'query'" in jax.tree_util.keystr(path)}
     assert (jnp.dtype(jnp.float32) in kept) == (precision != "bfloat16")
     # bfloat16 keeps 8 bits: losses of size 5.7 are off by 5.7 / 256 or so
-    expected = losses(replaced(small, precision="float32"), corpus, 6)
-    np.testing.assert_allclose(losses(config, corpus, 6), expected, atol=0.05)
+    expected = losses(replaced(small, precision="float32"), corpus, 8)
+    np.testing.assert_allclose(losses(config, corpus, 8), expected, atol=0.05)
 
 
 @pytest.mark.parametrize("optimizer", optimizers.RECIPES)
 def test_every_optimizer_learns(small, replaced, corpus, optimizer):
-    found = losses(replaced(small, optimizer=optimizer, steps=12), corpus, 12)
+    config = replaced(small, optimizer=optimizer, steps=12, model={"layers": 1})
+    found = losses(config, corpus, 12)
     assert found[-1] < found[0] - 0.2
 
 
@@ -327,7 +338,7 @@ def test_the_optimizer_is_timed(small, replaced):
 
 
 def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus):
-    fused, plain = (losses(replaced(small, fused=fused), corpus, 6) for fused in (True, False))
+    fused, plain = (losses(replaced(small, fused=fused), corpus, 8) for fused in (True, False))
     # Another program: gradients are scaled before or after they are rounded.
     np.testing.assert_allclose(fused, plain, rtol=1e-5)
 

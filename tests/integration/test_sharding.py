@@ -144,6 +144,7 @@ def test_deflation(mesh):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
 
 
+@pytest.mark.usefixtures("optimized")  # two programs to the same bits
 def test_exact_where_no_reduction_axis_is_sharded():
     """There each device does with its block what it would do alone: bit for bit.
 
