@@ -2,9 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optax_nora
-from examples import idle, radial
+from examples import ideas, idle, radial
 
 
 def test_the_chosen_rule_is_the_librarys():
@@ -29,3 +30,23 @@ def test_regression_tells_rules_apart():
 def test_idle_rows_tell_apart():
     goes_on, rests = (idle.final_loss("Nora", rest, 50, 0.1) for rest in (False, True))
     assert rests < 0.5 * goes_on
+
+
+def test_cautious_decay_shrinks_only_what_the_step_shrinks():
+    u, w = jnp.array([[1.0, -1.0], [0.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, -6.0]])
+    decayed, _ = ideas.cautious_decay().update(u, optax.EmptyState(), w)
+    np.testing.assert_array_equal(decayed - u, jnp.array([[ideas.DECAY * 3.0, 0.0], [0.0, 0.0]]))
+
+
+def test_a_second_moment_of_equal_steps_is_their_normalization():
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(12, 7)) * np.arange(1, 8), jnp.float32)
+    tx = ideas.second_moment()
+    state = tx.init(u)
+    for _ in range(3):
+        steps, state = tx.update(u, state)
+    unit, _ = optax_nora.row_normalize().update(u, optax.EmptyState(), u)
+    np.testing.assert_allclose(steps, unit, atol=1e-6)  # some roundings of numbers below 1
+    steps, _ = tx.update(u * jnp.array([9.0, 1, 1, 1, 1, 1, 1]), state)
+    lengths = jnp.linalg.norm(steps, axis=0)
+    assert lengths[0] > 2 * lengths[1]  # a row longer than it was steps further
+    np.testing.assert_allclose(jnp.linalg.norm(lengths), 7**0.5, rtol=1e-6)
