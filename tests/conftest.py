@@ -19,8 +19,8 @@ os.environ["XLA_FLAGS"] = (
 # inherit all this. COMPILE=full optimizes as for users.
 if os.environ["JAX_PLATFORMS"] == "cpu" and os.environ.get("COMPILE") != "full":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-    # The older of two code generators takes half the time. jaxlib 0.12 has the newer one alone; with
-    # 0.8's older one rows nearly along their weights lose digits, which users' programs do not.
+    # The older of two code generators takes half the time. jaxlib 0.12 has the newer one alone,
+    # and 0.8's older one loses digits of rows nearly along their weights; users have the newer.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
