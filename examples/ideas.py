@@ -6,7 +6,6 @@ docs/beyond.md says what came out.
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,21 +16,18 @@ import optax
 import tyro
 
 import optax_nora
-from examples.llama import optimizers, sweep
 from examples.llama.config import PRESETS
 from examples.llama.prepare import prepare
-from examples.llama.train import Trainer
-from examples.radial import SMALL
+from examples.trials import SMALL, held_out_losses, with_momentum
 
-DECAY = 0.1
 MODELS = {"small": (SMALL, 0.01), "tiny": (PRESETS["tiny"], 0.005)}  # with a learning rate
 
 
-def cautious_decay() -> optax.GradientTransformation:
+def cautious_decay(weight_decay: Any) -> optax.GradientTransformation:
     """Decays a weight only where that is the direction of its step."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        decayed = jax.tree.map(lambda u, w: u + DECAY * w * (u * w > 0), updates, params)
+        decayed = jax.tree.map(lambda u, w: u + weight_decay * w * (u * w > 0), updates, params)
         return decayed, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
@@ -64,26 +60,13 @@ def second_moment(b2: float = 0.95) -> optax.GradientTransformation:
 
 
 NORA = optax.chain(optax_nora.row_project(), optax_nora.row_normalize())
-CASES = {  # direction and decay
-    "Nora": (NORA, optax.identity()),
-    "Nora, decay 0.1": (NORA, optax.add_decayed_weights(DECAY)),
-    "Nora, cautious decay 0.1": (NORA, cautious_decay()),
-    "a second moment of rows": (
-        optax.chain(optax_nora.row_project(), second_moment()),
-        optax.identity(),
-    ),
+MOMENT = optax.chain(optax_nora.row_project(), second_moment())
+CASES = {  # direction, decay and its strength
+    "Nora": (NORA, optax.add_decayed_weights, 0.0),
+    "Nora, decay 0.1": (NORA, optax.add_decayed_weights, 0.1),
+    "Nora, cautious decay 0.1": (NORA, cautious_decay, 0.1),
+    "a second moment of rows": (MOMENT, optax.add_decayed_weights, 0.0),
 }
-
-
-def matrix_optimizer(name: str) -> Callable[[Any, Any], optax.GradientTransformation]:
-    direction, decay = CASES[name]
-    return lambda learning_rate, weight_decay: optax.chain(
-        optax.trace(0.95, nesterov=True),
-        direction,
-        optax_nora.scale_by_row_shape(),
-        decay,
-        optax.scale_by_learning_rate(learning_rate),
-    )
 
 
 @dataclass(frozen=True)
@@ -109,19 +92,13 @@ def main(args: Args) -> None:
         base = dataclasses.replace(base, precision="float32")
         corpus = prepare(base.data, base.model.vocab_size)
         for name in args.cases:
-            plain = optimizers.plain(matrix_optimizer(name))
-            optimizers.RECIPES[name] = optimizers.Recipe(plain, rate)
-            program = None
-            for seed in args.seeds:
-                config = dataclasses.replace(
-                    base,
-                    **{"optimizer": name, "learning_rate": rate, "seed": seed},
-                    **{"steps": args.steps, "warmup": args.steps // 10, "weight_decay": 0.0},
-                )
-                trainer = Trainer(config, corpus, program)
-                program = trainer.program
-                loss = sweep.run(trainer)["held_out_loss"]
-                row = {"model": model, "case": name, "seed": seed, "loss": loss}
+            direction, decay, strength = CASES[name]
+            rule = with_momentum(direction, decay)
+            losses = held_out_losses(
+                base, corpus, name, rule, [rate], args.seeds, args.steps, weight_decay=strength
+            )
+            for found in losses:
+                row = {"model": model, "case": name, "seed": found["seed"], "loss": found["loss"]}
                 print(row, flush=True)
                 results["rows"].append(row)
                 if args.json:

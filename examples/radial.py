@@ -5,7 +5,6 @@ turning is Nora's. The tasks are linear regression from zero and small weights, 
 be found, and a small LLaMA on the text that `make train` takes. See docs/beyond.md.
 """
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -20,10 +19,8 @@ import tyro
 from jax import Array
 
 import optax_nora
-from examples.llama import optimizers, sweep
-from examples.llama.config import PRESETS, DataConfig, ModelConfig
 from examples.llama.prepare import prepare
-from examples.llama.train import Trainer
+from examples.trials import SMALL, held_out_losses, with_momentum
 
 
 class Radial(NamedTuple):
@@ -76,23 +73,13 @@ CASES = {name: turn_and_stretch(rule) for name, rule in RULES.items()}
 CASES["no projection (RMNP)"] = optax_nora.row_normalize()
 
 
-def matrix_optimizer(case: str) -> Callable[[Any, Any], optax.GradientTransformation]:
-    return lambda learning_rate, weight_decay: optax.chain(
-        optax.trace(0.95, nesterov=True),
-        CASES[case],
-        optax_nora.scale_by_row_shape(),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
 @functools.partial(jax.jit, static_argnames="case")
 def regression(case: str, rate: float, size: float) -> Array:
     """The last loss of linear regression, 32 inputs and 64 outputs, from weights of that size."""
     steps = 500
     inputs = jax.random.normal(jax.random.key(0), (1024, 32))
     target = jax.random.normal(jax.random.key(1), (32, 64)) / 4
-    tx = matrix_optimizer(case)(optax.linear_schedule(rate, 0.0, steps), 0.0)
+    tx = with_momentum(CASES[case])(optax.linear_schedule(rate, 0.0, steps), 0.0)
 
     def loss(w: Array) -> Array:
         return jnp.mean(jnp.sum((inputs @ (w - target)) ** 2, axis=-1)) / 2
@@ -123,15 +110,6 @@ class Args:
     """Results are written here as they come."""
 
 
-SMALL = dataclasses.replace(
-    PRESETS["tiny"],
-    model=ModelConfig(vocab_size=512, context=64, layers=2, width=64, heads=2, mlp_width=172),
-    data=DataConfig(eval_tokens=60_000),
-    precision="float32",
-    batch=32,
-)
-
-
 def main(args: Args) -> None:
     results: dict[str, Any] = {"jax": jax.__version__, "regression": [], "llama": []}
 
@@ -148,20 +126,9 @@ def main(args: Args) -> None:
                 add("regression", case=case, rate=rate, size=size, loss=loss)
     corpus = prepare(SMALL.data, SMALL.model.vocab_size)
     for case in args.cases:
-        recipe = optimizers.Recipe(optimizers.plain(matrix_optimizer(case)), 0.01)
-        optimizers.RECIPES[case] = recipe
-        program = None
-        for rate in args.rates:
-            for seed in args.seeds:
-                config = dataclasses.replace(
-                    SMALL,
-                    **{"optimizer": case, "learning_rate": rate, "seed": seed},
-                    **{"steps": args.steps, "warmup": args.steps // 10, "weight_decay": 0.0},
-                )
-                trainer = Trainer(config, corpus, program)
-                program = trainer.program
-                loss = sweep.run(trainer)["held_out_loss"]
-                add("llama", case=case, rate=rate, seed=seed, steps=args.steps, loss=loss)
+        rule = with_momentum(CASES[case])
+        for row in held_out_losses(SMALL, corpus, case, rule, args.rates, args.seeds, args.steps):
+            add("llama", case=case, steps=args.steps, **row)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,14 @@ def cell(rows: list[dict]) -> str:
     return f"{mean_loss(rows):.4f}" if rows else "not run"
 
 
+def own_cards(rows: list[dict]) -> list[dict]:
+    """The usual runs, each with its own decay and a card of its own: they are what is ranked."""
+    return [row for row in pick(rows) if usual_decay(row) and not row.get("shared_card")]
+
+
 def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
     """The runs at the optimizer's best rates, with its own decay."""
-    return best_runs([row for row in pick(rows) if usual_decay(row)], optimizer)
+    return best_runs(own_cards(rows), optimizer)
 
 
 def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
@@ -63,12 +68,10 @@ def adam(rows: list[dict]) -> list[tuple[str, ...]]:
     """Over AdamW's rate, at the best rate of the matrices."""
     lines = []
     for name in OPTIMIZERS:
-        wanted = {k: seeds_of_best(rows, name)[0]["run"][k] for k in ("optimizer", "learning_rate")}
-        own = [
-            r for r in pick(rows, seed=0) if usual_decay(r) and wanted.items() <= r["run"].items()
-        ]
-        at = {f"{r['run']['adam_learning_rate']:g}": [r] for r in own}
-        lines.append((name, *(cell(at.get(rate, [])) for rate in HEAD["adam"][1:])))
+        best = seeds_of_best(rows, name)[0]["run"]
+        same = {k: best[k] for k in ("optimizer", "learning_rate", "weight_decay")} | {"seed": 0}
+        cells = [cell(pick(rows, adam_learning_rate=float(x), **same)) for x in HEAD["adam"][1:]]
+        lines.append((name, *cells))
     return lines
 
 
@@ -84,14 +87,11 @@ def again(rows: list[dict]) -> list[tuple[str, ...]]:
 
 def options(rows: list[dict]) -> list[tuple[str, ...]]:
     """Nora's options, without decay."""
-    best = seeds_of_best(named_rows(ROWS), "nora")[0]["run"]
-    wanted = {"optimizer": "nora", "seed": 0, "adam_learning_rate": best["adam_learning_rate"]}
+    best = seeds_of_best(rows, "nora")[0]["run"]
+    same = {k: best[k] for k in ("optimizer", "adam_learning_rate", "weight_decay")} | {"seed": 0}
     lines = []
     for name, fields in OPTIONS.items():
-        own = [
-            r for r in pick(rows, weight_decay=0.0, **fields) if wanted.items() <= r["run"].items()
-        ]
-        row = min(own, key=lambda r: r["loss"])
+        row = min(pick(rows, **same, **fields), key=lambda r: r["loss"])
         lines.append((name, f"{row['run']['learning_rate']:g}", cell([row])))
     return sorted(lines, key=lambda line: line[-1])
 
@@ -133,14 +133,11 @@ def named_rows(paths: list[Path]) -> list[dict]:
 
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
-    rows = named_rows(ROWS)
-    main = table([row for row in pick(rows) if usual_decay(row)])
-    parts: dict[str, Callable] = {"again": again, "decay": decay, "precision": precision}
-    made = {name: make(rows) for name, make in parts.items()}
-    rows += named_rows(MORE)
-    parts = {"adam": adam, "options": options, "large": large}
-    made |= {name: make(rows) for name, make in parts.items()}
-    return {"main": main} | {name: markdown(HEAD[name], lines) for name, lines in made.items()}
+    rows = named_rows(ROWS + MORE)
+    parts: dict[str, Callable] = {"adam": adam, "again": again, "options": options}
+    parts |= {"decay": decay, "precision": precision, "large": large}
+    made = {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
+    return {"main": table(own_cards(rows))} | made
 
 
 if __name__ == "__main__":

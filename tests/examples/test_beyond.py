@@ -34,8 +34,8 @@ def test_idle_rows_tell_apart():
 
 def test_cautious_decay_shrinks_only_what_the_step_shrinks():
     u, w = jnp.array([[1.0, -1.0], [0.0, 2.0]]), jnp.array([[3.0, 4.0], [5.0, -6.0]])
-    decayed, _ = ideas.cautious_decay().update(u, optax.EmptyState(), w)
-    want = jnp.array([[ideas.DECAY * 3.0, 0.0], [0.0, 0.0]])
+    decayed, _ = ideas.cautious_decay(0.1).update(u, optax.EmptyState(), w)
+    want = jnp.array([[0.1 * 3.0, 0.0], [0.0, 0.0]])
     np.testing.assert_allclose(decayed - u, want, atol=1e-6)  # a rounding of 1.3
 
 
