@@ -1,15 +1,20 @@
-"""Tables and picture of docs/comparison.md, from its rows: `python -m docs.figures.comparison`."""
+"""Tables and pictures of docs/comparison.md, from its rows: `python -m docs.figures.comparison`."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_rows, table
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS / "results" / "comparison"
 ROWS = [RESULTS / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
-MORE = [RESULTS / "more.jsonl"]  # one seed, several runs to a card: their times say nothing
+MORE = [RESULTS / "more.jsonl"]  # one seed; times say nothing where several runs had one card
+LONG = [RESULTS / "long.jsonl"]
 AGAIN = [RESULTS / "again.jsonl"]
+PASS = 63_197_838 / (64 * 256)  # steps that read the text once
 USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
 USUAL |= {"deflate": None, "radial": None, "keep_row_norms": False, "scan_layers": False}
 OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
@@ -21,15 +26,18 @@ OPTIONS = {
     "row_scale unit": {"row_scale": "unit"},
     "row_scale width, base_fan_in 512": {"row_scale": "width"},
     "momentum 1.0": {"momentum": 1.0},
+    "deflate 2": {"deflate": 2},
     "deflate 1": {"deflate": 1},
 }
 HEAD = {
-    "adam": ("optimizer", "0.0025", "0.005", "0.01", "0.02"),
+    "adam": ("optimizer", "0.0025", "0.005", "0.01", "0.02", "0.04"),
     "again": ("optimizer", "seed", "before", "again"),
     "options": ("Nora with", "rate", "held-out loss"),
     "decay": ("optimizer", "weight decay 0", "weight decay 0.1"),
     "precision": ("optimizer", "float32", "bfloat16, float32 copies", "bfloat16"),
-    "large": ("optimizer", "rate", "held-out loss", "tokens/s"),
+    "others": ("optimizer", "rate", "held-out loss", "tokens/s"),
+    "large": ("optimizer", "rate", "held-out loss", "other rates"),
+    "long": ("optimizer", "weight decay", "held-out loss", "training loss", "tokens/s"),
 }
 
 
@@ -116,13 +124,41 @@ def precision(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
+def speed(row: dict) -> str:
+    return "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
+
+
+def others(rows: list[dict]) -> list[tuple[str, ...]]:
+    """What was run at one rate."""
+    rare = [row for row in rows if row["run"]["optimizer"] not in OPTIMIZERS]
+    rare.sort(key=lambda row: row["loss"])
+    return [
+        (row["name"], f"{row['run']['learning_rate']:g}", cell([row]), speed(row)) for row in rare
+    ]
+
+
 def large(rows: list[dict]) -> list[tuple[str, ...]]:
+    """At the best rate of each, and at the others that were run."""
+    groups: dict[str, list[dict]] = {}
+    chosen = pick(rows, batch=256, steps=600, deflate=None, radial=None)
+    for row in sorted(chosen, key=lambda row: row["loss"]):
+        options = [f"{k} {row['run'][k]}" for k in ("deflate", "radial") if row["run"].get(k)]
+        groups.setdefault(", ".join([row["name"], *options]), []).append(row)
     lines = []
-    for row in sorted(pick(rows, batch=256, steps=600, deflate=None), key=lambda r: r["loss"]):
-        deflate = row["run"]["deflate"]
-        name = row["run"]["optimizer"] + (f", deflate {deflate}" if deflate else "")
-        speed = "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
-        lines.append((name, f"{row['run']['learning_rate']:g}", cell([row]), speed))
+    for name, (best, *rest) in groups.items():
+        rest.sort(key=lambda row: row["run"]["learning_rate"])
+        tried = "; ".join(f"{row['run']['learning_rate']:g}: {cell([row])}" for row in rest)
+        lines.append((name, f"{best['run']['learning_rate']:g}", cell([best]), tried or "none"))
+    return lines
+
+
+def long(rows: list[dict]) -> list[tuple[str, ...]]:
+    """The longest runs; their loss on what they train on is that of the last tenth."""
+    lines = []
+    for row in sorted(named_rows(LONG), key=lambda row: row["loss"]):
+        last = [loss for step, loss in row["training"] if step > 0.9 * row["run"]["steps"]]
+        weight_decay, train = f"{row['run']['weight_decay']:g}", f"{statistics.mean(last):.3f}"
+        lines.append((row["name"], weight_decay, cell([row]), train, speed(row)))
     return lines
 
 
@@ -135,13 +171,29 @@ def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
     rows = named_rows(ROWS + MORE)
     parts: dict[str, Callable] = {"adam": adam, "again": again, "options": options}
-    parts |= {"decay": decay, "precision": precision, "large": large}
+    parts |= {"decay": decay, "precision": precision, "others": others}
+    parts |= {"large": large, "long": long}
     made = {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
     return {"main": table(own_cards(rows))} | made
 
 
+def draw_long(out: Path) -> None:
+    """Held-out loss against steps, from shortly before the text is read again."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row in filter(usual_decay, named_rows(LONG)):
+        points = [(step, loss) for step, loss, _ in row["held_out"] if step > 0.9 * PASS]
+        axes.plot(*zip(*points, strict=True), ".-", label=row["name"])
+    for again in (1, 2):
+        axes.axvline(again * PASS, color="grey", lw=0.8, ls=":")
+    axes.set(xlabel="step (dotted: the text is read again)", ylabel="held-out loss")
+    axes.legend()
+    figure.savefig(out)
+
+
 if __name__ == "__main__":
     rates = [row for row in named_rows(ROWS[:2]) if usual_decay(row)]
-    draw_sweep(rates, DOCS / "results" / "comparison" / "rates.svg")
+    draw_sweep(rates, RESULTS / "rates.svg")
+    draw_long(RESULTS / "long.svg")
     for lines in tables().values():
         print("\n".join(lines), end="\n\n")

@@ -60,7 +60,7 @@ def rows_of(
     grid: Callable[[Some, list[str]], list[Config]],
     run: Callable[[list[Config], Path], None],
 ) -> tuple[Some, list[dict]]:
-    """What a command of this folder was told, and all its rows, after it ran those that lack.
+    """What a command of this folder was told, and all rows, by row scale, after what lacks was run.
 
     Args:
         arguments: of the command line.
@@ -74,7 +74,8 @@ def rows_of(
     if not args.draw:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         run(part_of(grid(args, every), args.part), args.out)
-    return args, records.read(args.out)
+    rows = records.read(args.out)  # in no order: processes share the file
+    return args, sorted(rows, key=lambda row: ROW_SCALES.index(row["run"]["row_scale"]))
 
 
 @dataclass(frozen=True)

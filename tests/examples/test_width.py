@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import optax_nora
 from examples.llama import records, sharding
 from examples.llama.config import ModelConfig, UserError
 from examples.llama.model import Llama
-from examples.width import coordinates, transfer
+from examples.width import coordinates, settings, transfer
 from examples.width.settings import Size, at_width, base_config, exponent
 
 MODEL = ModelConfig(
@@ -177,3 +178,28 @@ def test_coordinates_measures_every_kind_and_skips_what_is_done(command, tmp_pat
     with (tmp_path / "rows" / "rows.jsonl").open("a") as file:
         file.write('{"run": {"cut')  # as a killed run may leave it
     assert command(coordinates, "", "--row-scales", "unit") == rows
+
+
+PAGE = Path(__file__).parents[2].joinpath("docs/width.md").read_text("utf-8")
+RESULTS = Path(__file__).parents[2] / "docs/results"
+
+
+@pytest.mark.parametrize("size", transfer.SIZES)
+def test_the_page_says_what_the_rows_say(size, tmp_path):
+    args = ["--size", size, "--draw", "--figure", f"{tmp_path}/figure.svg", "--out"]
+    out = str(RESULTS / f"width-transfer-{size}.jsonl")
+    _, rows = settings.rows_of([*args, out], transfer.Args, None, None, None)
+    assert "\n".join(transfer.table(transfer.losses(rows))) in PAGE
+    out = str(RESULTS / f"width-coordinates-{size}.jsonl")
+    _, rows = settings.rows_of([*args, out], coordinates.Args, None, None, None)
+    for name in coordinates.row_scales(rows):
+        powers = {
+            step: {
+                kind: f"{exponent(*line):+.2f}"
+                for kind, line in coordinates.lines(rows, name, step, "own").items()
+            }
+            for step in (1, 20)
+        }
+        kinds = ("query", "value", "attention out", "up", "down")
+        cells = " | ".join(f"{powers[20][kind]} ({powers[1][kind]})" for kind in kinds)
+        assert f'| `"{name}"` | {cells} |' in PAGE
