@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_nora
-from examples import ideas, idle, radial
+from examples import deflation, ideas, idle, radial
+from examples.llama import records
 
 
 def test_the_chosen_rule_is_the_librarys():
@@ -52,3 +54,39 @@ def test_a_second_moment_of_equal_steps_is_their_normalization():
     # A row longer than it was steps further: 9 over the root of (0.1355 + 0.05 * 81) / 0.1855.
     np.testing.assert_allclose(lengths[0] / lengths[1], 1.89, atol=0.01)
     np.testing.assert_allclose(jnp.linalg.norm(lengths), 7**0.5, rtol=1e-6)
+
+
+def shared_rows():
+    """Columns, Nora's rows, of several lengths that all lean to one direction."""
+    noise = np.random.default_rng(0).normal(size=(12, 7))
+    return jnp.asarray((noise + 4 * np.ones((12, 1))) * np.arange(1, 8), jnp.float32)
+
+
+def test_deflation_down_to_one_leaves_a_leading_singular_value_of_one():
+    h = shared_rows()
+    tx = deflation.partly(deflation.to_one)
+    less, _ = tx.update(h, tx.init(h), h)
+    lengths = jnp.linalg.norm(h, axis=0)
+    q = jnp.linalg.svd(h / lengths)[0][:, 0]
+    assert jnp.linalg.norm(q @ (h / lengths)) > 2
+    # Three power steps find q to some thousandths here.
+    np.testing.assert_allclose(jnp.linalg.norm(q @ (less / lengths)), 1, atol=1e-2)
+
+
+def test_deflation_in_the_first_steps_alone():
+    h = shared_rows()
+    tx, always = deflation.until(2), optax_nora.deflate_rows()
+    deflated, _ = always.update(h, always.init(h), h)
+    state = tx.init(h)
+    for want in (deflated, deflated, h):
+        found, state = tx.update(h, state, h)
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.slow
+def test_a_run_of_deflation_is_written(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    deflation.main(deflation.Args(out, ("small",), ("down to 1",), (0.01,), steps=1))
+    (row,) = records.read(out)
+    assert (row["case"], row["batch"], row["steps"], row["rate"]) == ("down to 1", 32, 1, 0.01)
+    assert row["loss"] < np.log(512) + 0.5  # that of equal chances for every word, about
