@@ -6,6 +6,7 @@ as each run ends. docs/beyond.md says what came out.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import optax
 import tyro
 
 from examples.llama import records
+from examples.llama.plot import markdown
 from examples.llama.prepare import prepare
 from examples.trials import SMALL, held_out_losses, with_momentum
 from optax_nora import deflate_rows, row_normalize, row_project
@@ -49,18 +51,7 @@ def to_one(h: jax.Array, deflated: jax.Array) -> jax.Array:
 
 def until(last: int) -> optax.GradientTransformation:
     """`deflate_rows` in the first steps alone."""
-    early = deflate_rows()
-
-    def init(params: Any) -> Any:
-        return early.init(params), jnp.zeros((), jnp.int32)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        inner, count = state
-        deflated, inner = early.update(updates, inner, params)
-        chosen = jax.tree.map(lambda h, d: jnp.where(count < last, d, h), updates, deflated)
-        return chosen, (inner, count + 1)
-
-    return optax.GradientTransformation(init, update)
+    return optax.conditionally_transform(deflate_rows(), lambda step, **_: jnp.less(step, last))
 
 
 CASES: dict[str, Callable[[int], optax.GradientTransformation]] = {  # of the number of steps
@@ -92,6 +83,23 @@ class Args:
     """Of initial weights and data."""
     steps: int | None = None
     """Of each run. None: those of the regime."""
+
+
+def table(rows: list[dict]) -> list[str]:
+    """A Markdown table: losses from all seeds at each case's best rate, by regime."""
+    head = ["held-out loss", *(f"{steps} steps of {batch}" for batch, steps in REGIMES.values())]
+    body = []
+    for case in CASES:
+        cells = [case]
+        for batch, _ in REGIMES.values():
+            rates: dict[float, list[float]] = {}
+            for row in rows:
+                if (row["batch"], row["case"]) == (batch, case):
+                    rates.setdefault(row["rate"], []).append(row["loss"])
+            best = min(rates, key=lambda rate: statistics.mean(rates[rate]))
+            cells.append(", ".join(f"{loss:.3f}" for loss in rates[best]) + f" ({best:g})")
+        body.append(cells)
+    return markdown(head, body)
 
 
 def main(args: Args) -> None:

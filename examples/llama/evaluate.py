@@ -38,7 +38,7 @@ def evaluate(
     """
     sums = [step(params, put_batch(x, mesh)) for x in eval_batches(source, batch, limit, shard)]
     loss, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
-    return HeldOut(loss / tokens, int(tokens))
+    return HeldOut(float(loss / tokens), int(tokens))
 
 
 def unigram_entropy(shards: list[np.ndarray]) -> float:

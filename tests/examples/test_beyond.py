@@ -1,5 +1,7 @@
 """The experiments behind docs/beyond.md: the chosen rule is the library's, and they tell apart."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -81,6 +83,13 @@ def test_deflation_in_the_first_steps_alone():
     for want in (deflated, deflated, h):
         found, state = tx.update(h, state, h)
         np.testing.assert_array_equal(found, want)
+
+
+def test_the_page_says_what_the_runs_of_deflation_said():
+    docs = Path(__file__).parents[2] / "docs"
+    lines = deflation.table(records.read(docs / "results/deflation.jsonl"))
+    assert len(lines) == 2 + len(deflation.CASES)
+    assert "\n".join(lines) in (docs / "beyond.md").read_text("utf-8")
 
 
 @pytest.mark.slow
