@@ -96,8 +96,11 @@ def table(rows: list[dict]) -> list[str]:
             for row in rows:
                 if (row["batch"], row["case"]) == (batch, case):
                     rates.setdefault(row["rate"], []).append(row["loss"])
-            best = min(rates, key=lambda rate: statistics.mean(rates[rate]))
-            cells.append(", ".join(f"{loss:.3f}" for loss in rates[best]) + f" ({best:g})")
+            if rates:
+                best = min(rates, key=lambda rate: statistics.mean(rates[rate]))
+                cells.append(", ".join(f"{loss:.3f}" for loss in rates[best]) + f" ({best:g})")
+            else:
+                cells.append("not run")
         body.append(cells)
     return markdown(head, body)
 
@@ -114,6 +117,7 @@ def main(args: Args) -> None:
                 row = {"batch": batch, "steps": steps, "case": case} | found
                 print(row, flush=True)
                 records.append(args.out, row | {"jax": jax.__version__})
+    print("\n".join(table(records.read(args.out))))
 
 
 if __name__ == "__main__":

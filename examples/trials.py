@@ -1,4 +1,4 @@
-"""A rule for matrices, tried on a small LLaMA: `examples.radial` and `examples.ideas` share it."""
+"""A rule for matrices on a small LLaMA, for `examples.radial`, `.ideas` and `.deflation`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ GRIDS = comparison.DOCS.parent / "examples/llama/grids"
 @pytest.mark.parametrize("name", ["main", *comparison.HEAD])
 def test_the_tables_are_those_of_the_rows(name):
     lines = comparison.tables()[name]
-    assert len(lines) > 3
+    assert len(lines) > (3 if name == "others" else 4)  # two were run at one rate
     assert "\n".join(lines) in PAGE
 
 

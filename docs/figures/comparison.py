@@ -56,6 +56,14 @@ def cell(rows: list[dict]) -> str:
     return f"{mean_loss(rows):.4f}" if rows else "not run"
 
 
+def rate(row: dict) -> str:
+    return f"{row['run']['learning_rate']:g}"
+
+
+def speed(row: dict) -> str:
+    return "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
+
+
 def own_cards(rows: list[dict]) -> list[dict]:
     """The usual runs, each with its own decay and a card of its own: they are what is ranked."""
     return [row for row in pick(rows) if usual_decay(row) and not row.get("shared_card")]
@@ -100,7 +108,7 @@ def options(rows: list[dict]) -> list[tuple[str, ...]]:
     lines = []
     for name, fields in OPTIONS.items():
         row = min(pick(rows, **same, **fields), key=lambda r: r["loss"])
-        lines.append((name, f"{row['run']['learning_rate']:g}", cell([row])))
+        lines.append((name, rate(row), cell([row])))
     return sorted(lines, key=lambda line: line[-1])
 
 
@@ -124,17 +132,11 @@ def precision(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
-def speed(row: dict) -> str:
-    return "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
-
-
 def others(rows: list[dict]) -> list[tuple[str, ...]]:
     """What was run at one rate."""
     rare = [row for row in rows if row["run"]["optimizer"] not in OPTIMIZERS]
     rare.sort(key=lambda row: row["loss"])
-    return [
-        (row["name"], f"{row['run']['learning_rate']:g}", cell([row]), speed(row)) for row in rare
-    ]
+    return [(row["name"], rate(row), cell([row]), speed(row)) for row in rare]
 
 
 def large(rows: list[dict]) -> list[tuple[str, ...]]:
@@ -142,20 +144,20 @@ def large(rows: list[dict]) -> list[tuple[str, ...]]:
     groups: dict[str, list[dict]] = {}
     chosen = pick(rows, batch=256, steps=600, deflate=None, radial=None)
     for row in sorted(chosen, key=lambda row: row["loss"]):
-        options = [f"{k} {row['run'][k]}" for k in ("deflate", "radial") if row["run"].get(k)]
-        groups.setdefault(", ".join([row["name"], *options]), []).append(row)
+        given = [f"{k} {row['run'][k]}" for k in ("deflate", "radial") if row["run"].get(k)]
+        groups.setdefault(", ".join([row["name"], *given]), []).append(row)
     lines = []
     for name, (best, *rest) in groups.items():
         rest.sort(key=lambda row: row["run"]["learning_rate"])
-        tried = "; ".join(f"{row['run']['learning_rate']:g}: {cell([row])}" for row in rest)
-        lines.append((name, f"{best['run']['learning_rate']:g}", cell([best]), tried or "none"))
+        tried = "; ".join(f"{rate(row)}: {cell([row])}" for row in rest)
+        lines.append((name, rate(best), cell([best]), tried or "none"))
     return lines
 
 
 def long(rows: list[dict]) -> list[tuple[str, ...]]:
     """The longest runs; their loss on what they train on is that of the last tenth."""
     lines = []
-    for row in sorted(named_rows(LONG), key=lambda row: row["loss"]):
+    for row in sorted(pick(rows, steps=10_000), key=lambda row: row["loss"]):
         last = [loss for step, loss in row["training"] if step > 0.9 * row["run"]["steps"]]
         weight_decay, train = f"{row['run']['weight_decay']:g}", f"{statistics.mean(last):.3f}"
         lines.append((row["name"], weight_decay, cell([row]), train, speed(row)))
@@ -169,7 +171,7 @@ def named_rows(paths: list[Path]) -> list[dict]:
 
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
-    rows = named_rows(ROWS + MORE)
+    rows = named_rows(ROWS + MORE + LONG)
     parts: dict[str, Callable] = {"adam": adam, "again": again, "options": options}
     parts |= {"decay": decay, "precision": precision, "others": others}
     parts |= {"large": large, "long": long}
@@ -184,8 +186,8 @@ def draw_long(out: Path) -> None:
     for row in filter(usual_decay, named_rows(LONG)):
         points = [(step, loss) for step, loss, _ in row["held_out"] if step > 0.9 * PASS]
         axes.plot(*zip(*points, strict=True), ".-", label=row["name"])
-    for again in (1, 2):
-        axes.axvline(again * PASS, color="grey", lw=0.8, ls=":")
+    for passes in (1, 2):
+        axes.axvline(passes * PASS, color="grey", lw=0.8, ls=":")
     axes.set(xlabel="step (dotted: the text is read again)", ylabel="held-out loss")
     axes.legend()
     figure.savefig(out)

@@ -14,7 +14,7 @@ import optax_nora
 from examples.llama import records, sharding
 from examples.llama.config import ModelConfig, UserError
 from examples.llama.model import Llama
-from examples.width import coordinates, settings, transfer
+from examples.width import coordinates, transfer
 from examples.width.settings import Size, at_width, base_config, exponent
 
 MODEL = ModelConfig(
@@ -185,13 +185,13 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 @pytest.mark.parametrize("size", transfer.SIZES)
-def test_the_page_says_what_the_rows_say(size, tmp_path):
-    args = ["--size", size, "--draw", "--figure", f"{tmp_path}/figure.svg", "--out"]
+def test_the_page_says_what_the_rows_say(size, tmp_path, capsys):
     out = str(RESULTS / f"width-transfer-{size}.jsonl")
-    _, rows = settings.rows_of([*args, out], transfer.Args, None, None, None)
-    assert "\n".join(transfer.table(transfer.losses(rows))) in PAGE
-    out = str(RESULTS / f"width-coordinates-{size}.jsonl")
-    _, rows = settings.rows_of([*args, out], coordinates.Args, None, None, None)
+    transfer.main(["--draw", "--out", out, "--figure", str(tmp_path / "figure.svg")])
+    printed = capsys.readouterr().out
+    assert printed.startswith("| row scale | best at ")
+    assert printed in PAGE
+    rows = records.read(RESULTS / f"width-coordinates-{size}.jsonl")
     for name in coordinates.row_scales(rows):
         powers = {
             step: {
