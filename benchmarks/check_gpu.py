@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -122,8 +123,12 @@ def pointers(tree: Any) -> set[int]:
     return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim}
 
 
+def _is_ours(path: Any, _: Any) -> bool:
+    return getattr(path[-1], "tuple_name", "") == "MomentumState"
+
+
 def momentum(state: Any) -> jax.Array:
-    return state.inner_states["matrix"].inner_state[0].mu
+    return optax.tree.get(state, "mu", filtering=_is_ours)
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -142,10 +147,7 @@ def check(case: Case) -> dict[str, Any]:
         wide = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float64))
         exact = nora(len(case.shape), case.reduction, "float64", "xla")
         begin: Any = exact.init(wide(w))
-        inner = begin.inner_states["matrix"]
-        mu = inner.inner_state[0]._replace(mu=wide(momentum(state)))
-        inner = inner._replace(inner_state=(mu, *inner.inner_state[1:]))
-        begin = begin._replace(inner_states={**begin.inner_states, "matrix": inner})
+        begin = optax.tree.set(begin, mu=wide(momentum(state)), filtering=_is_ours)
         want, want_state = jax.jit(exact.update)(wide(g), begin, wide(w))
         want, want_mu = np.asarray(want), np.asarray(momentum(want_state))
 

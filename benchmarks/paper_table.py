@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def project_normalize(h: jax.Array, w: jax.Array) -> jax.Array:
-    return project_and_normalize(widen(h), widen(w), Rows((1,), (0,)), 1e-10).astype(h.dtype)
+    return project_and_normalize(Rows((1,), (0,)), widen(h), widen(w), 1e-10).astype(h.dtype)
 
 
 def newton_schulz(h: jax.Array, _: jax.Array) -> jax.Array:

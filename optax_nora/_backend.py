@@ -1,7 +1,4 @@
-"""One matrix's step by a kernel: which leaves have one, and how it runs on any mesh.
-
-Everything here is for arrays; `optax_nora._step` does trees.
-"""
+"""The door to the kernels: which leaves have one, and how it runs on any mesh; else XLA."""
 
 import functools
 import importlib
@@ -9,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_nora._axes import Rows
-from optax_nora._rows import Coefficients, project_and_normalize, widen
+from optax_nora._rows import project_and_normalize
+from optax_nora._step import Coefficients, Direction, by_xla
 
 Array = jax.Array
 
@@ -44,13 +43,28 @@ def _kernels() -> Any:
         return None
 
 
-def uses_kernels(backend: str) -> bool:
-    """Whether a leaf may have a kernel; if not, all is XLA's."""
-    return backend == "pallas" or (backend == "auto" and _kernels_win())
+def matrix_step(
+    backend: str,
+    rows: Rows,
+    direction: Direction,
+    write_weights: bool,
+    g: Array,
+    mu: Array,
+    w: Array,
+) -> Callable[[Coefficients, Array, Array, Array], tuple[Array, Array]]:
+    """``step(coefficients, g, mu, w)``, to the momentum and the weight or its update."""
+    kernels = backend == "pallas" or (backend == "auto" and _kernels_win())
+    if not (kernels and direction is project_and_normalize and _has_kernel(rows, g, mu, w)):
+        return functools.partial(by_xla, rows, direction, write_weights=write_weights)
+    kernel = _by_kernel(rows, w.ndim, backend, write_weights)
+
+    def step(c: Coefficients, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
+        return kernel(jnp.stack([jnp.asarray(x, jnp.float32) for x in c]), g, mu, w)
+
+    return step
 
 
-def has_kernel(rows: Rows, g: Array, mu: Array, w: Array) -> bool:
-    """Whether there is a kernel for this leaf; if not, XLA makes its step."""
+def _has_kernel(rows: Rows, g: Array, mu: Array, w: Array) -> bool:
     arrays = [jax.typeof(x) for x in (g, mu, w)]
     return (
         not rows.reduction_mesh
@@ -81,15 +95,15 @@ def _varies(x: Array) -> bool:
 
 
 @functools.cache
-def by_kernel(
-    rows: Rows, ndim: int, backend: str, *, write_weight: bool
+def _by_kernel(
+    rows: Rows, ndim: int, backend: str, write_weights: bool
 ) -> Callable[[Array, Array, Array, Array], tuple[Array, Array]]:
-    """``step(coefficients, g, mu, w)`` by a kernel, to the momentum and the weight or its update.
+    """The step with its coefficients as one vector of float32.
 
     Under `jax.vmap`, under derivatives, and on a CPU where ``backend`` is ``"auto"``, it is XLA's.
     """
-    kernel = functools.partial(_kernels().step, rows=rows, write_weight=write_weight)
-    xla = functools.partial(by_xla, rows=rows, write_weight=write_weight)
+    kernel = functools.partial(_kernels().step, rows=rows, write_weights=write_weights)
+    xla = _by_xla(rows, write_weights)
     interpreted = functools.partial(kernel, interpret=True)
 
     def local(*operands: Array) -> tuple[Array, Array]:
@@ -98,7 +112,7 @@ def by_kernel(
         default = interpreted if interpret else xla
         return jax.lax.platform_dependent(*operands, cuda=kernel, default=default)
 
-    partitioned = _partitioned(local, xla, rows, ndim)
+    partitioned = _partitioned(local, rows, ndim, write_weights)
 
     @jax.custom_batching.custom_vmap
     def placed(*operands: Array) -> tuple[Array, Array]:
@@ -128,24 +142,20 @@ def by_kernel(
     return jax.jit(step)
 
 
-def by_xla(
-    coefficients: Array, g: Array, mu: Array, w: Array, rows: Rows, *, write_weight: bool
-) -> tuple[Array, Array]:
+def _by_xla(rows: Rows, write_weights: bool) -> Callable[..., tuple[Array, Array]]:
     """What the kernels do, of jnp, for any mesh; row sums go over ``rows.reduction_mesh`` too."""
-    c = Coefficients(*coefficients)
-    wide, scaled = widen(w), c.grad_scale * widen(g)
-    new_mu = c.one_minus_beta * scaled + c.beta * widen(mu)
-    h = c.one_minus_ahead * scaled + c.ahead * new_mu
-    direction = project_and_normalize(h, wide, rows, c.eps)
-    update = -c.learning_rate * (c.row_scale * direction + c.weight_decay * wide)
-    update = update.astype(w.dtype)
-    return new_mu.astype(mu.dtype), (w + update).astype(w.dtype) if write_weight else update
+
+    def step(coefficients: Array, *arrays: Array) -> tuple[Array, Array]:
+        c = Coefficients(*coefficients)
+        return by_xla(rows, project_and_normalize, c, *arrays, write_weights=write_weights)
+
+    return step
 
 
 def _partitioned(
-    local: Callable[..., Any], xla: Callable[..., Any], rows: Rows, ndim: int
+    local: Callable[..., Any], rows: Rows, ndim: int, write_weights: bool
 ) -> Callable[..., Any]:
-    """``local`` on each device's part of a leaf, or ``xla`` where a row is split over devices.
+    """``local`` on each device's part of a leaf, or XLA's where a row is split over devices.
 
     On Auto axes only the partitioner knows which. The momentum says how the work is divided: where
     the state is split further than the weight, so is the step.
@@ -157,7 +167,7 @@ def _partitioned(
         where = NamedSharding(mesh, spec)
         entries = [spec[axis] for axis in rows.reduction if axis < len(spec) and spec[axis]]
         names = [n for entry in entries for n in (entry if isinstance(entry, tuple) else (entry,))]
-        step = functools.partial(xla, rows=rows._replace(reduction_mesh=tuple(names)))
+        step = _by_xla(rows._replace(reduction_mesh=tuple(names)), write_weights)
         everywhere = NamedSharding(mesh, PartitionSpec())
         return mesh, step if names else local, (where, where), (everywhere, where, where, where)
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from optax_nora._axes import Rows
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, for_nora, route
+from optax_nora._routing import WeightDimensionNumbers, routes_of
 from optax_nora._rows import product, project, widen
-from optax_nora._rules import Default
 
 Array = jax.Array
 
@@ -78,13 +77,11 @@ def row_geometry(
       >>> float(rows.radial_mean), float(rows.norm_mean)
       (0.0, 5.0)
     """
-    rule = as_rule(weight_dimension_numbers, Default(), params)
-    check(params, rule)
+    routes = routes_of(params, weight_dimension_numbers, whole_model=True)
     found: dict[str, RowGeometry] = {}
 
     def measure(leaf: Leaf, *arrays: Array) -> Array:
-        rows = for_nora(leaf, route(leaf, rule))
-        if rows is not None:
+        if (rows := routes[leaf.path]) is not None:
             found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
         return arrays[0]
 
@@ -93,7 +90,7 @@ def row_geometry(
 
 
 def _measure(rows: Rows, eps: float, w: Array, g: Array, step: Array | None = None) -> RowGeometry:
-    u = project(g, w, rows)
+    u = project(rows, g, w)
     ww, gg, gw, uu = rows.sums(product(w, w), product(g, g), product(g, w), product(u, u))
     norms = jnp.sqrt(ww)
     size = norms * jnp.sqrt(gg)
@@ -112,7 +109,7 @@ def _measure(rows: Rows, eps: float, w: Array, g: Array, step: Array | None = No
 
 
 def _angle(rows: Rows, w: Array, step: Array, norms: Array) -> Array:
-    across = project(step, w, rows)
+    across = project(rows, step, w)
     aa, along = rows.sums(product(across, across), product(step, w))
     length = jnp.where(norms > 0, norms, 1)
     return jnp.where(norms > 0, jnp.arctan2(jnp.sqrt(aa), length + along / length), 0)

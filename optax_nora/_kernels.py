@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from optax_nora._axes import Rows
-from optax_nora._rows import NOISE, Coefficients
+from optax_nora._rows import NOISE
+from optax_nora._step import Coefficients
 
 Array = jax.Array
 Ref = Any
@@ -50,7 +51,7 @@ def step(
     w: Array,
     rows: Rows,
     *,
-    write_weight: bool,
+    write_weights: bool,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """The momentum after one step, and the weight or its update.
@@ -64,7 +65,7 @@ def step(
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     folded = _fold(rows, w.shape)
     along = _last if folded[2] == 1 else _first
-    run = functools.partial(along, write_weight=write_weight, interpret=interpret)
+    run = functools.partial(along, write_weights=write_weights, interpret=interpret)
     new_mu, out = run(coefficients, *(x.reshape(folded) for x in (g, mu, w)))
     return new_mu.reshape(mu.shape), out.reshape(w.shape)
 
@@ -80,31 +81,31 @@ class _Static(NamedTuple):
 
     shape: tuple[int, int]  # of one matrix of the batch
     tile: tuple[int, int]
-    write_weight: bool
+    write_weights: bool
     interpret: bool
 
 
 def _last(
-    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
+    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weights: bool, interpret: bool
 ) -> Sequence[Array]:
     rows, n, _ = w.shape
     width = pl.next_power_of_2(n)
-    static = _Static((rows, n), (max(1, 2048 // width), width), write_weight, interpret)
+    static = _Static((rows, n), (max(1, 2048 // width), width), write_weights, interpret)
     return _call(
         _row_kernel,
         static,
         (pl.cdiv(rows, static.tile[0]),),
         (coefficients, *(x.reshape(rows, n) for x in (g, mu, w))),
-        2 if write_weight else 1,
+        2 if write_weights else 1,
         warps=4 if width <= 8192 else 8,
     )
 
 
 def _first(
-    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weight: bool, interpret: bool
+    coefficients: Array, g: Array, mu: Array, w: Array, *, write_weights: bool, interpret: bool
 ) -> Sequence[Array]:
     batch, n, rows = w.shape
-    sums = _Static((n, rows), SUMS_TILE, write_weight, interpret)
+    sums = _Static((n, rows), SUMS_TILE, write_weights, interpret)
     parts = pl.cdiv(n, SUMS_TILE[0])
     (found,) = _call(
         _sums_kernel,
@@ -125,7 +126,7 @@ def _first(
         sums._replace(tile=WRITE_TILE),
         (pl.cdiv(rows, WRITE_TILE[1]), pl.cdiv(n, WRITE_TILE[0]), batch),
         (coefficients, jnp.stack([high, low, factor], axis=1), g, mu, w),
-        2 if write_weight else 1,
+        2 if write_weights else 1,
     )
 
 
@@ -321,4 +322,4 @@ def _end(
     u = _fused_multiply_add(-low, w, _fused_multiply_add(-high, w, h, static), static)
     unit = jnp.where(factor == 0, 0, u * factor)
     update = (-c.learning_rate * (unit + c.weight_decay * w)).astype(dtype)
-    return (w + update.astype(jnp.float32)).astype(dtype) if static.write_weight else update
+    return (w + update.astype(jnp.float32)).astype(dtype) if static.write_weights else update

@@ -1,4 +1,4 @@
-"""Momentum with look-ahead for the matrices, and the direction that is made of it."""
+"""Momentum with look-ahead for the matrices: one buffer of state, and what is made of it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,74 +8,110 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
-from optax_nora._checks import check_range, require_params
+from optax_nora._checks import check_moment_dtype, check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows, route
-from optax_nora._rows import widen
-from optax_nora._rules import Kernels
+from optax_nora._routing import Path, WeightDimensionNumbers, routes_of
+from optax_nora._step import Coefficients, Direction, look_ahead, one_minus
 
 Array = jax.Array
+# Of a leaf, its rows, gradient, momentum and weight: the new momentum, and what is sent on.
+LeafStep = Callable[[Leaf, Rows, Array, Array, Array], tuple[Array, Array]]
 
 
 class MomentumState(NamedTuple):
-    """The one buffer of `scale_by_nora` and of its peers.
+    """The one buffer of Nora and of its peers.
 
     Attributes:
-      mu: the momentum, shaped and sharded like the parameters.
+      mu: the momentum, shaped and sharded like the parameters; nothing where a leaf is no matrix.
+      count: steps taken, an int32 scalar; None where no schedule may ask for it.
     """
 
     mu: PyTree
+    count: Any = None
 
 
 def zero_momentum(
     params: PyTree, mu_dtype: Any, weight_dimension_numbers: WeightDimensionNumbers
 ) -> PyTree:
     """A zero for each matrix, shaped and sharded like it; nothing for the other leaves."""
-    rule = as_rule(weight_dimension_numbers, Kernels(), params)
-    check(params, rule)
+    routes = routes_of(params, weight_dimension_numbers)
 
     def zeros(leaf: Leaf, param: Array) -> Any:
-        matrix = route(leaf, rule) is not None
-        return jnp.zeros_like(param, dtype=mu_dtype) if matrix else optax.MaskedNode()
+        if routes[leaf.path] is None:
+            return optax.MaskedNode()
+        dtype = jnp.result_type(param) if mu_dtype is None else mu_dtype
+        if jnp.iscomplexobj(param) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{leaf}: mu_dtype={mu_dtype!r} would lose the imaginary part of its momentum; "
+                "leave mu_dtype out, or give a complex one"
+            )
+        return jnp.zeros_like(param, dtype=dtype)
 
     return map_leaves(zeros, params)
 
 
-def one_minus(rate: Any) -> Any:
-    """``1 - rate``: an injected rate comes in the parameters' dtype, where that loses digits."""
-    return 1 - (rate if isinstance(rate, float | int) else widen(rate))
+def with_momentum(
+    make_step: Callable[..., LeafStep],
+    mu_dtype: Any,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    counted: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation that makes a step of every matrix, by ``make_step(count, params)``."""
+    check_moment_dtype(mu_dtype)
+
+    def init(params: PyTree) -> MomentumState:
+        mu = zero_momentum(params, mu_dtype, weight_dimension_numbers)
+        return MomentumState(mu, jnp.zeros([], jnp.int32) if counted else None)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **told: Any
+    ) -> tuple[PyTree, MomentumState]:
+        require_params(params)
+        routes = routes_of(params, weight_dimension_numbers)
+        step = make_step(state.count, params, **told)
+        moved: dict[Path, Array] = {}
+
+        def one(leaf: Leaf, g: Array, mu: Array | None, w: Array) -> Array:
+            rows = routes[leaf.path]
+            if (rows is None) != (mu is None):
+                raise ValueError(
+                    f"{leaf} {'has' if rows is None else 'has no'} momentum in this state, which "
+                    "was made under another routing; make it anew with init"
+                )
+            if rows is None:
+                return g
+            moved[leaf.path], out = step(leaf, rows, g, mu, w)
+            return out
+
+        updates = map_leaves(one, updates, state.mu, params)
+        mu = map_leaves(lambda leaf, old: moved[leaf.path].astype(old.dtype), state.mu)
+        return updates, MomentumState(mu, optax.safe_increment(state.count) if counted else None)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_momentum(
-    direction: Callable[[Array, Array, Rows], Array],
+    direction: Direction,
     beta: Any,
     momentum: Any,
     mu_dtype: Any,
     weight_dimension_numbers: WeightDimensionNumbers,
+    eps: Any = 0.0,
 ) -> optax.GradientTransformation:
-    """``direction(h, w, rows)`` of the look-ahead momentum h, in float32 at the least.
+    """``direction(rows, h, w, eps)`` of the look-ahead momentum h, in float32 at the least."""
+    check_range("beta", beta, high=1, below=True)
+    check_range("momentum", momentum, high=1, optional=True)
+    check_range("eps", eps)
+    ahead = beta if momentum is None else momentum
+    c = Coefficients(1.0, beta, one_minus(beta), ahead, one_minus(ahead), eps)
 
-    mu <- beta mu + (1 - beta) g, and h = momentum mu + (1 - momentum) g.
-    """
-    check_range("beta", beta, 0, 1, below=True)
-    check_range("momentum", momentum, 0, 1)
+    def make_step(count: Any, params: PyTree) -> LeafStep:
+        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
+            mu, d = look_ahead(rows, direction, c, g, mu, w)
+            return mu, d.astype(jnp.result_type(w))
 
-    def init(params: PyTree) -> MomentumState:
-        return MomentumState(mu=zero_momentum(params, mu_dtype, weight_dimension_numbers))
+        return step
 
-    def blend(rate: Any, a: Array, b: Array) -> Array:
-        return one_minus(rate) * widen(a) + rate * widen(b)
-
-    def step(rows: Rows, g: Array, mu: Array, w: Array) -> Array:
-        ahead = beta if momentum is None else momentum
-        return direction(blend(ahead, g, mu), widen(w), rows).astype(jnp.result_type(w))
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MomentumState]:
-        require_params(params)
-        numbers = weight_dimension_numbers
-        mu = map_rows(lambda rows, g, mu: blend(beta, g, mu), numbers, updates, state.mu)
-        updates = map_rows(step, numbers, updates, mu, params)
-        stored = map_leaves(lambda _, old, new: new.astype(old.dtype), state.mu, mu)
-        return updates, MomentumState(mu=stored)
-
-    return optax.GradientTransformation(init, update)
+    # Told nothing: extra arguments are for others of a chain.
+    tx = with_momentum(make_step, mu_dtype, weight_dimension_numbers)
+    return optax.GradientTransformation(tx.init, tx.update)

@@ -1,31 +1,21 @@
 """Nora: for one matrix (`scale_by_nora`) and for a whole model (`nora`)."""
 
-import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
+from optax_nora._adamw import ScalarOrSchedule, StepTransformation, route_to
 from optax_nora._axes import Rows
-from optax_nora._backend import check_backend
-from optax_nora._checks import check_range, require_params
-from optax_nora._deflate import check_rank, deflated
+from optax_nora._backend import check_backend, matrix_step
+from optax_nora._checks import check_range
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._momentum import one_minus, scale_by_momentum
-from optax_nora._radius import turn_and_stretch
-from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
-from optax_nora._rows import (
-    Coefficients,
-    project_and_normalize,
-    row_scale_of,
-    scale_by_row_shape,
-    widen,
-)
-from optax_nora._step import StepTransformation, Update
+from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
+from optax_nora._routing import Path, WeightDimensionNumbers
+from optax_nora._rows import check_row_scale, project_and_normalize, row_scale_of
+from optax_nora._step import Coefficients, one_minus
 
 Array = jax.Array
-ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
 
 
 def scale_by_nora(
@@ -34,8 +24,6 @@ def scale_by_nora(
     eps: Any = 1e-10,
     mu_dtype: Any = None,
     *,
-    radial: Any = None,
-    deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Momentum, `row_project` and `row_normalize` in one: three passes over memory.
@@ -51,14 +39,11 @@ def scale_by_nora(
 
     Args:
       beta: decay of the momentum, in [0, 1).
-      momentum: weight m of the momentum against the gradient in the look-ahead, in [0, 1]. None:
-        the same as beta, as in the authors' code. 1.0: no look-ahead, as in the paper.
+      momentum: weight m of the momentum :math:`\mu` against the gradient in the look-ahead, in
+        [0, 1]. None: the same as beta, as in the authors' code. 1.0: no look-ahead, as in the
+        paper.
       eps: the norm under which a row is no longer made a unit vector.
       mu_dtype: dtype that the momentum is stored in. None: the parameter's.
-      radial: the greatest relative change of a row's length, against the learning rate: see
-        `scale_by_row_radius`. None: rows only turn, as in the paper.
-      deflate: directions that rows share, taken out of h before it is projected: see
-        `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which axes are a row, as for `nora`; a leaf with None passes through
         and has no momentum. Nothing given: every leaf is a kernel ``(in, out)``.
 
@@ -66,8 +51,8 @@ def scale_by_nora(
       An `optax.GradientTransformation` whose state is one buffer like the parameters.
 
     Raises:
-      ValueError: if a coefficient is out of range or deflate is no int; at ``init`` if the
-        dimension numbers do not fit; at ``update`` without params.
+      ValueError: if a coefficient is out of range; at ``init`` if the dimension numbers do not fit;
+        at ``update`` without params.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_nora
@@ -80,127 +65,74 @@ def scale_by_nora(
     References:
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
-    check_range("eps", eps, 0)
-    check_range("radial", radial, 0)
-    rank = 0 if deflate is None else deflate
-    check_rank("deflate", rank)
-
-    def direction(h: Array, w: Array, rows: Rows) -> Array:
-        h = deflated(h, rows, rank)
-        if radial is None:
-            return project_and_normalize(h, w, rows, eps)
-        return turn_and_stretch(h, w, rows, eps, radial)
-
-    return scale_by_momentum(direction, beta, momentum, mu_dtype, weight_dimension_numbers)
+    return scale_by_momentum(
+        project_and_normalize, beta, momentum, mu_dtype, weight_dimension_numbers, eps
+    )
 
 
-def _in_float32(
-    inner: optax.GradientTransformation, wide_state: bool
-) -> optax.GradientTransformationExtraArgs:
-    """``inner`` on float32 views, so that no step between gradient and update rounds to bf16.
-
-    ``wide_state`` makes its state float32 too: a second moment underflows in float16.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def view(tree: PyTree) -> PyTree:
-        return map_leaves(lambda _, x: widen(x), tree)
-
-    def init(params: PyTree) -> PyTree:
-        return inner.init(view(params) if wide_state else params)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        require_params(params)
-        updates, state = inner.update(view(updates), state, view(params), **extra_args)
-        return map_leaves(lambda _, u, p: u.astype(jnp.result_type(p)), updates, params), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def matrices_and_adamw(
-    direction: optax.GradientTransformation,
+def _matrices(
     learning_rate: ScalarOrSchedule,
-    *,
-    weight_decay: Any,
+    beta: ScalarOrSchedule,
+    momentum: ScalarOrSchedule,
+    eps: Any,
+    weight_decay: ScalarOrSchedule,
     weight_decay_mask: Any,
     mu_dtype: Any,
     row_scale: str,
     base_fan_in: Any,
-    rms: Any,
-    weight_dimension_numbers: WeightDimensionNumbers,
-    adam_learning_rate: ScalarOrSchedule | None,
-    adam_b1: Any,
-    adam_b2: Any,
-    adam_eps: Any,
-    adam_weight_decay: Any,
+    backend: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """A whole model's optimizer: ``direction`` for its matrices, AdamW for the rest.
+    """The matrices' branch of `nora`: a step of each leaf is one function of arrays."""
+    check_range("learning_rate", learning_rate, schedule=True)
+    check_range("beta", beta, high=1, below=True, schedule=True)
+    check_range("momentum", momentum, high=1, schedule=True)
+    check_range("eps", eps)
+    check_range("weight_decay", weight_decay, schedule=True)
+    check_row_scale(row_scale, base_fan_in)
+    check_backend(backend)
 
-    What `nora` and the baselines share; the arguments are those of `nora`.
-    """
-    check_range("learning_rate", learning_rate, 0)
-    check_range("adam_learning_rate", adam_learning_rate, 0)
-    check_range("weight_decay", weight_decay, 0)
-    check_range("adam_weight_decay", adam_weight_decay, 0)
-    check_range("adam_b1", adam_b1, 0, 1, below=True)
-    check_range("adam_b2", adam_b2, 0, 1, below=True)
-    check_range("adam_eps", adam_eps, 0)
-    numbers = weight_dimension_numbers
-    matrix = optax.chain(
-        direction,
-        scale_by_row_shape(
-            row_scale, base_fan_in=base_fan_in, rms=rms, weight_dimension_numbers=numbers
-        ),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    adamw = optax.adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
-        b1=adam_b1,
-        b2=adam_b2,
-        eps=adam_eps,
-        mu_dtype=mu_dtype,
-        weight_decay=adam_weight_decay,
-        mask=weight_decay_mask,
-    )
-
-    def labels(params: PyTree) -> PyTree:
-        return whole_model(
-            lambda leaf, rows: "adamw" if rows is None else "matrix", params, numbers
+    def make_step(
+        count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
+    ) -> LeafStep:
+        lr, decay, b, m = (
+            x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, momentum)
         )
+        scale = 1.0 if grad_scale is None else grad_scale
+        decays = _decays(params, weight_decay_mask)
 
-    tx = optax.partition(
-        {
-            "matrix": _in_float32(matrix, wide_state=False),
-            "adamw": _in_float32(adamw, wide_state=True),
-        },
-        labels,
-    )
-
-    def init(params: PyTree) -> PyTree:
-        map_leaves(_require_floating, params)
-        check_matched(params, numbers)
-        goes = jax.tree.leaves(labels(params))
-        if goes and "matrix" not in goes:
-            warnings.warn(
-                "no leaf goes to the matrix optimizer, all go to AdamW: look at "
-                "optax_nora.summarize(params) and give weight_dimension_numbers",
-                stacklevel=2,
+        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
+            fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
+            c = Coefficients(
+                grad_scale=scale,
+                beta=b,
+                one_minus_beta=one_minus(b),
+                ahead=m,
+                one_minus_ahead=one_minus(m),
+                eps=eps,
+                row_scale=row_scale_of(row_scale, *fans, base_fan_in),
+                weight_decay=decay if decays[leaf.path] else 0.0,
+                learning_rate=lr,
             )
-        return tx.init(params)
+            one = matrix_step(backend, rows, project_and_normalize, write_weights, g, mu, w)
+            return one(c, g, mu, w)
 
-    return optax.GradientTransformationExtraArgs(init, tx.update)
+        return step
+
+    return with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
 
 
-def _require_floating(leaf: Leaf, array: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueError(
-            f"{leaf} is no floating leaf and cannot be optimized; keep it out of the parameters, "
-            "or wrap the optimizer in optax.masked"
-        )
-    return array
+def _decays(params: PyTree, mask: Any) -> dict[Path, Any]:
+    """Whether each leaf decays, by its path."""
+    mask = True if mask is None else mask(params) if callable(mask) else mask
+    whole = jax.tree.map(lambda yes, leaves: jax.tree.map(lambda _: yes, leaves), mask, params)
+    decays = {}
+
+    def note(leaf: Leaf, yes: Any) -> Any:
+        decays[leaf.path] = yes
+        return yes
+
+    map_leaves(note, whole)
+    return decays
 
 
 def nora(
@@ -214,9 +146,6 @@ def nora(
     *,
     row_scale: str = "fan_ratio",
     base_fan_in: Any = None,
-    rms: Any = 0.2,
-    radial: Any = None,
-    deflate: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: Any = 0.9,
@@ -251,11 +180,6 @@ def nora(
         at the least for AdamW.
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.
       base_fan_in: for ``row_scale="width"``, the fan-in at which the learning rate was tuned.
-      rms: for ``row_scale="rms"``, the root mean square of an update's entries.
-      radial: the greatest relative change of a row's length, against the learning rate: see
-        `scale_by_row_radius`. None: rows only turn, as in the paper.
-      deflate: directions that the rows of a matrix share, taken out of its momentum before it is
-        projected: see `deflate_rows`. None: none, as in the paper.
       weight_dimension_numbers: which leaves are matrices and which axes are a row:
         `optax.contrib.MuonDimensionNumbers` for all leaves, a tree or a prefix tree of them with
         None for AdamW, a rule (`by_path`, `stacked`, `from_logical_axes`, `in_shard_map`), or a
@@ -267,17 +191,18 @@ def nora(
       adam_weight_decay: decoupled weight decay of AdamW.
       backend: ``"auto"``, kernels where they are faster: on NVIDIA's A100, H100, H200 and B200;
         ``"pallas"``, kernels everywhere, interpreted where there is no GPU; ``"xla"``, none.
-        Kernels are for float32, bfloat16 and float16 whose reduction axes are neighbours, without
-        radial and deflate; all else is XLA's.
+        Kernels are for float32, bfloat16 and float16 leaves whose reduction axes are neighbours;
+        XLA steps all others.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`. Arithmetic
       is in float32 at the least; the updates have the parameters' dtypes.
 
     Raises:
-      ValueError: if a coefficient is out of range, row_scale or backend is unknown or deflate is no
-        int; at ``init`` if a leaf is not floating, its axes are ambiguous or its dimension numbers
-        do not fit; at ``update`` without params.
+      TypeError: if a coefficient is not a number, or a schedule where one may be.
+      ValueError: if a coefficient is out of range, row_scale or backend unknown; at ``init`` if a
+        leaf is not floating, its axes are ambiguous or its dimension numbers do not fit; at
+        ``update`` without params, or with a state of another routing.
 
     Warns:
       UserWarning: at ``init`` if no leaf goes to Nora.
@@ -296,50 +221,25 @@ def nora(
       Nora paper, Algorithm 1, and the authors' code at its end; docs/faithfulness.md says where the
       two and this function differ.
     """
-    check_backend(backend)
-    plain = matrices_and_adamw(
-        scale_by_nora(
+    return route_to(
+        _matrices(
+            learning_rate,
             beta,
-            momentum,
+            beta if momentum is None else momentum,
             eps,
+            weight_decay,
+            weight_decay_mask,
             mu_dtype,
-            radial=radial,
-            deflate=deflate,
-            weight_dimension_numbers=weight_dimension_numbers,
+            row_scale,
+            base_fan_in,
+            backend,
         ),
-        learning_rate,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
+        weight_dimension_numbers,
+        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=adam_eps,
         mu_dtype=mu_dtype,
-        row_scale=row_scale,
-        base_fan_in=base_fan_in,
-        rms=rms,
-        weight_dimension_numbers=weight_dimension_numbers,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_weight_decay=adam_weight_decay,
-    )
-
-    def coefficients(shape: tuple[int, ...], rows: Rows, decays: Any, count: Any) -> Coefficients:
-        ahead = beta if momentum is None else momentum
-        fans = rows.fan_in(shape), rows.fan_out(shape)
-        return Coefficients(
-            grad_scale=1.0,
-            beta=beta,
-            one_minus_beta=one_minus(beta),
-            ahead=ahead,
-            one_minus_ahead=one_minus(ahead),
-            eps=eps,
-            row_scale=row_scale_of(row_scale, *fans, base_fan_in, rms),
-            weight_decay=jnp.where(decays, weight_decay, 0.0),
-            learning_rate=learning_rate(count) if callable(learning_rate) else learning_rate,
-        )
-
-    if radial is not None or deflate:
-        backend = "xla"
-    return StepTransformation(
-        plain.init,
-        Update(plain, backend, coefficients, weight_dimension_numbers, weight_decay_mask),
+        weight_decay=adam_weight_decay,
+        weight_decay_mask=weight_decay_mask,
     )

@@ -4,8 +4,10 @@ One spec, a tree or a prefix tree of specs, a rule, a function of the parameters
 becomes a `Rule`, and a rule says of each leaf which axes are its rows, or that it is no matrix.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -31,6 +33,8 @@ from optax_nora._rules import (
     rows_of,
 )
 
+Path = tuple[str, ...]
+Routes = Mapping[Path, Rows | None]  # None where a leaf is no matrix
 WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree], PyTree] | None
 
 
@@ -124,22 +128,6 @@ def _how_to_route(errors: Sequence[AmbiguousAxesError]) -> str:
     return "\n".join(lines)
 
 
-def map_rows(
-    fn: Callable[..., Any],
-    weight_dimension_numbers: WeightDimensionNumbers,
-    tree: PyTree,
-    *rest: PyTree,
-) -> PyTree:
-    """``fn(rows, array, *arrays_of_rest)`` for every matrix of ``tree``; other leaves stay."""
-    rule = as_rule(weight_dimension_numbers, Kernels(), tree)
-
-    def one(leaf: Leaf, array: Any, *others: Any) -> Any:
-        rows = route(leaf, rule)
-        return array if rows is None else fn(rows, array, *others)
-
-    return map_leaves(one, tree, *rest)
-
-
 def for_nora(leaf: Leaf, rows: Rows | None) -> Rows | None:
     """``rows``, but None for rows of one weight: nothing is orthogonal to one, so AdamW has it."""
     if rows is None or (rows.reduction_mesh == () and rows.fan_in(leaf.shape) <= 1):
@@ -155,6 +143,51 @@ def whole_model(
     """``choose(leaf, rows)`` in the place of every leaf, with rows for what goes to Nora alone."""
     rule = as_rule(weight_dimension_numbers, Default(), params)
     return routed_tree(lambda leaf, rows: choose(leaf, for_nora(leaf, rows)), params, rule)
+
+
+# What an enclosing `with_adamw` found for the whole tree: its parts see the matrices alone.
+_ENCLOSING: ContextVar[Routes | None] = ContextVar("routes", default=None)
+
+
+@contextlib.contextmanager
+def enclosing(routes: Routes) -> Iterator[None]:
+    """Inside, parts that were given no dimension numbers take these rows."""
+    token = _ENCLOSING.set(routes)
+    try:
+        yield
+    finally:
+        _ENCLOSING.reset(token)
+
+
+def routes_of(
+    tree: PyTree, weight_dimension_numbers: WeightDimensionNumbers, whole_model: bool = False
+) -> Routes:
+    """The rows of each leaf by its path, None where it is no matrix.
+
+    Without dimension numbers every leaf is a kernel ``(in, out)``, or what the default routing of a
+    ``whole_model`` says, whose leaves of fan-in 1 are no matrices.
+    """
+    if weight_dimension_numbers is None and (routes := _ENCLOSING.get()) is not None:
+        return routes
+    default = Default() if whole_model else Kernels()
+    rule = as_rule(weight_dimension_numbers, default, tree)
+    routes: dict[Path, Rows | None] = {}
+
+    def note(leaf: Leaf, rows: Rows | None) -> None:
+        routes[leaf.path] = for_nora(leaf, rows) if whole_model else rows
+
+    routed_tree(note, tree, rule)
+    return routes
+
+
+def map_rows(fn: Callable[..., Any], routes: Routes, tree: PyTree, *rest: PyTree) -> PyTree:
+    """``fn(rows, array, *arrays_of_rest)`` for every matrix of ``tree``; other leaves stay."""
+
+    def one(leaf: Leaf, array: Any, *others: Any) -> Any:
+        rows = routes[leaf.path]
+        return array if rows is None else fn(rows, array, *others)
+
+    return map_leaves(one, tree, *rest)
 
 
 def infer_dimension_numbers(

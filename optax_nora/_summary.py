@@ -16,7 +16,6 @@ def summarize(
     *,
     row_scale: str = "fan_ratio",
     base_fan_in: float | None = None,
-    rms: float = 0.2,
     file: TextIO | None = None,
 ) -> None:
     """Print where each leaf goes: the first thing to run on a new model.
@@ -26,7 +25,6 @@ def summarize(
       weight_dimension_numbers: as for `nora`. None: the default routing.
       row_scale: as for `nora`.
       base_fan_in: as for `nora`.
-      rms: as for `nora`.
       file: where to print. None: standard output.
 
     Raises:
@@ -42,7 +40,7 @@ def summarize(
       <BLANKLINE>
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
-    check_row_scale(row_scale, base_fan_in, rms)
+    check_row_scale(row_scale, base_fan_in)
     check_matched(params, weight_dimension_numbers)
     head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
     table: list[tuple[str, ...]] = [head]
@@ -55,7 +53,7 @@ def summarize(
             table.append((*where, "adamw", "", "", "", ""))
             return
         shape = leaf.shape
-        s = row_scale_of(row_scale, rows.fan_in(shape), rows.fan_out(shape), base_fan_in, rms)
+        s = row_scale_of(row_scale, rows.fan_in(shape), rows.fan_out(shape), base_fan_in)
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
         table.append((*where, "nora", *axes, f"{s:.4g}"))
 

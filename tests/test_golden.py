@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
+from peers import PEERS
 
 import optax_nora
-from optax_nora import baselines
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 LR = 0.01
@@ -60,12 +60,12 @@ def distance(ours, golden, name):
 
 
 def momentum_of(state):
-    return state.inner_states["matrix"].inner_state[0].mu
+    return optax.tree.get(state.inner_states["matrix"], "mu")
 
 
 nora = functools.partial(optax_nora.nora, LR)
-rmnp = functools.partial(baselines.rmnp, LR, eps=1e-12)
-mano = functools.partial(baselines.mano, LR)
+rmnp = functools.partial(PEERS["rmnp"], LR, eps=1e-12)
+mano = functools.partial(PEERS["mano"], LR)
 
 # What we measure is 2e-8: weights and steps are below 0.1, and each of the eight steps rounds them
 # by 4e-9 at most, a few times. 5e-7 leaves room for other compilers, and is a 20,000th of a step.
@@ -186,7 +186,7 @@ def test_muon_from_the_same_momentum():
     # optax corrects the momentum's bias, which changes the look-ahead of all steps after the first:
     # so it is given the momentum of the reference, and shall make the same step of it.
     golden = load("muon_f32_wd0", "torch")
-    tx = baselines.muon(LR, beta=0.0, momentum=1.0, weight_dimension_numbers=LAYOUTS["torch"])
+    tx = PEERS["muon"](LR, beta=0.0, nesterov=False, weight_dimension_numbers=LAYOUTS["torch"])
     weights = {x: [w0, *golden[f"{x}/w"]] for x, w0 in field(golden, "w0").items()}
     mu = jax.tree.map(jnp.zeros_like, field(golden, "w0"))
     update = jax.jit(lambda h, params: tx.update(h, tx.init(params), params)[0])

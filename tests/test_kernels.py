@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from optax_nora import _backend, _kernels
+from optax_nora import _kernels
 from optax_nora._axes import Rows
-from optax_nora._rows import Coefficients
+from optax_nora._rows import project_and_normalize
+from optax_nora._step import Coefficients, by_xla
 
 NUMBERS = {"beta": 0.9, "ahead": 0.8, "weight_decay": 0.1, "row_scale": 1.3, "grad_scale": 0.5}
 
@@ -23,21 +24,21 @@ def random(shape, dtypes, seed):
 
 
 @functools.cache
-def compiled(rows, write_weight):
+def compiled(rows, write_weights):
     interpret = jax.default_backend() != "gpu"
     step = functools.partial(
-        _kernels.step, rows=rows, write_weight=write_weight, interpret=interpret
+        _kernels.step, rows=rows, write_weights=write_weights, interpret=interpret
     )
     return jax.jit(step)
 
 
-def run(g, mu, w, reduction, *, write_weight=True, **numbers):
+def run(g, mu, w, reduction, *, write_weights=True, **numbers):
     numbers = {"eps": 1e-10, "beta": 0.95, "ahead": 0.95, "learning_rate": 0.02} | numbers
     numbers = {"grad_scale": 1.0, "row_scale": 1.0, "weight_decay": 0.0} | numbers
     c = Coefficients(
         one_minus_beta=1 - numbers["beta"], one_minus_ahead=1 - numbers["ahead"], **numbers
     )
-    return compiled(Rows(reduction, ()), write_weight)(jnp.float32(c), g, mu, w)
+    return compiled(Rows(reduction, ()), write_weights)(jnp.float32(c), g, mu, w)
 
 
 def exact(g, mu, w, reduction, *, beta, ahead, weight_decay, row_scale, grad_scale):
@@ -71,13 +72,13 @@ SHAPES = [  # ragged everywhere: no tile divides these
 @hypothesis.given(
     case=st.sampled_from(SHAPES),
     dtypes=st.tuples(*[st.sampled_from([jnp.float32, jnp.bfloat16])] * 3),
-    write_weight=st.booleans(),
+    write_weights=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_every_shape_direction_and_dtype_agrees_with_float64(case, dtypes, write_weight, seed):
+def test_every_shape_direction_and_dtype_agrees_with_float64(case, dtypes, write_weights, seed):
     shape, reduction = case
     g, mu, w = random(shape, dtypes, seed)
-    new_mu, out = run(g, mu, w, reduction, write_weight=write_weight, **NUMBERS)
+    new_mu, out = run(g, mu, w, reduction, write_weights=write_weights, **NUMBERS)
     want_mu, want = exact(g, mu, w, reduction, **NUMBERS)
     assert new_mu.dtype == mu.dtype
     assert out.dtype == w.dtype
@@ -85,7 +86,7 @@ def test_every_shape_direction_and_dtype_agrees_with_float64(case, dtypes, write
     # more to the weight's dtype.
     eps_mu, eps_w = (float(jnp.finfo(x.dtype).eps) for x in (mu, w))
     np.testing.assert_allclose(np.float64(new_mu), want_mu, rtol=eps_mu, atol=4e-7)
-    if write_weight:
+    if write_weights:
         scale = np.abs(np.float64(w)) + np.abs(want)
         assert np.all(np.abs(np.float64(out) - np.float64(w) - want) <= 2 * eps_w * scale)
     else:
@@ -126,7 +127,9 @@ def test_no_part_along_the_row_is_left(rho, reduction):
     """Of a gradient that has hardly anything but a part along its weight."""
     _, mu, w = random((64, 64), [jnp.float32] * 3, 3)
     across = random((64, 64), [jnp.float32] * 3, 4)[0]
-    _, update = run(w + rho * across, 0 * mu, w, reduction, write_weight=False, beta=0.0, ahead=1.0)
+    _, update = run(
+        w + rho * across, 0 * mu, w, reduction, write_weights=False, beta=0.0, ahead=1.0
+    )
     d, w = (np.float64(x) for x in (update, w))
     cosine = np.sum(d * w, reduction) / np.linalg.norm(w, axis=reduction) / 0.02
     # The rounding of a unit vector's entries. float32 without the second half of the coefficient,
@@ -173,18 +176,18 @@ def test_which_rows_have_a_kernel(shape, reduction, fits):
     assert _kernels.fits(Rows(reduction, ()), shape) == fits
 
 
-@pytest.mark.parametrize("write_weight", [True, False])
+@pytest.mark.parametrize("write_weights", [True, False])
 @pytest.mark.parametrize("reduction", [(0,), (1,)])
-def test_xla_has_the_same_numbers(reduction, write_weight):
+def test_xla_has_the_same_numbers(reduction, write_weights):
     """The form that takes over where rows are split over devices."""
     arrays = random((70, 33), [jnp.float32, jnp.bfloat16, jnp.float32], 8)
-    want = run(*arrays, reduction, write_weight=write_weight, **NUMBERS)
+    want = run(*arrays, reduction, write_weights=write_weights, **NUMBERS)
     c = Coefficients(
         one_minus_beta=1 - 0.9, one_minus_ahead=1 - 0.8, eps=1e-10, learning_rate=0.02, **NUMBERS
     )
     rows = Rows(reduction, ())
-    got = _backend.by_xla(jnp.float32(c), *arrays, rows, write_weight=write_weight)
+    got = by_xla(rows, project_and_normalize, c, *arrays, write_weights=write_weights)
     assert got[0].dtype == want[0].dtype
     # mu: one rounding to bfloat16 may fall to either side. The step of 0.02 to 2e-7 of itself.
     np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), rtol=2**-7, atol=1e-7)
-    np.testing.assert_allclose(got[1], want[1], rtol=1.2e-7 if write_weight else 0, atol=4e-9)
+    np.testing.assert_allclose(got[1], want[1], rtol=1.2e-7 if write_weights else 0, atol=4e-9)

@@ -15,7 +15,7 @@ DENSE = MuonDimensionNumbers(0, 1)
 
 def ahead(beta, momentum=None, mu_dtype=None, numbers=None):
     """The look-ahead momentum itself as the direction."""
-    return scale_by_momentum(lambda h, w, rows: h, beta, momentum, mu_dtype, numbers)
+    return scale_by_momentum(lambda rows, h, w, eps: h, beta, momentum, mu_dtype, numbers)
 
 
 def grads(steps=4, shape=(6, 3), dtype=np.float32):
@@ -131,7 +131,7 @@ def test_rates_out_of_range(kwargs, message):
         with pytest.raises(ValueError, match=message):
             make(**kwargs)
     with pytest.raises(ValueError, match=message):
-        optax_nora.baselines.rmnp(0.1, **kwargs)
+        optax_nora.baselines.scale_by_rmnp(**kwargs)
 
 
 def test_params_are_needed():

@@ -143,9 +143,7 @@ def test_weight_decay_mask_holds_for_both_branches(form):
 
 
 def test_keep_row_norms_after_nora():
-    tx = optax.chain(
-        nora(0.1), optax_nora.keep_row_norms(weight_dimension_numbers=optax_nora.by_path({}))
-    )
+    tx = optax.chain(nora(0.1), optax_nora.keep_row_norms())
     trajectory, _ = run(tx, model(), GRADS)
     for p in trajectory:
         for name in ("mlp", "out"):
@@ -316,7 +314,6 @@ def test_trees(params):
         ({"adam_eps": -1e-8}, "adam_eps=-1e-08 is out of range"),
         ({"row_scale": "fan"}, "row_scale='fan' is unknown; take one of fan_ratio, unit, width, "),
         ({"row_scale": "width"}, "row_scale='width' needs base_fan_in"),
-        ({"rms": -1}, "rms=-1 is out of range"),
         ({"base_fan_in": -1}, "base_fan_in=-1 is out of range"),
     ],
 )
@@ -454,17 +451,14 @@ def test_built_inside_a_traced_function_it_leaks_nothing():
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), after, plain)
 
 
-def test_signatures_are_those_of_the_design():
+def test_positional_arguments():
     # Positional arguments are positional for ever.
-    assert list(inspect.signature(nora).parameters) == [
-        *("learning_rate", "beta", "momentum", "eps", "weight_decay", "weight_decay_mask"),
-        *("mu_dtype", "row_scale", "base_fan_in", "rms", "radial", "deflate"),
-        *("weight_dimension_numbers", "adam_learning_rate", "adam_b1", "adam_b2", "adam_eps"),
-        *("adam_weight_decay", "backend"),
-    ]
     kinds = {p.name: p.kind for p in inspect.signature(nora).parameters.values()}
-    assert kinds["mu_dtype"] is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert kinds["row_scale"] is inspect.Parameter.KEYWORD_ONLY
+    assert list(kinds)[:7] == [
+        *("learning_rate", "beta", "momentum", "eps", "weight_decay", "weight_decay_mask"),
+        "mu_dtype",
+    ]
+    assert set(list(kinds.values())[7:]) == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_one_rule_serves_nora_and_its_parts():

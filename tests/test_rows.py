@@ -86,7 +86,6 @@ def test_fan_ratio(shape, numbers):
         ({"row_scale": "unit"}, 1, 1),
         ({"row_scale": "width", "base_fan_in": 9}, 0.75, 1.5),
         ({"row_scale": "rms"}, 0.8, 0.4),
-        ({"row_scale": "rms", "rms": 1.0}, 4, 2),
     ],
 )
 def test_row_scales(kwargs, wide, tall):
@@ -356,7 +355,7 @@ def test_a_leaf_with_none_stays_as_it_is():
 
 def test_alone_they_take_every_leaf_for_a_kernel():
     message = r"bias \(3,\) .*1 axes; give weight_dimension_numbers, or wrap .*matrix_mask"
-    for make in (row_project, row_normalize, scale_by_row_shape, keep_row_norms):
+    for make in (row_project, row_normalize, scale_by_row_shape, optax_nora.scale_by_nora):
         with pytest.raises(ValueError, match=message):
             make().init({"bias": jnp.ones(3)})
 
@@ -376,7 +375,6 @@ def test_params_are_needed_where_they_are_used():
         (lambda: scale_by_row_shape("fan"), "row_scale='fan' is unknown; take one of fan_ratio, "),
         (lambda: scale_by_row_shape("width"), "row_scale='width' needs base_fan_in"),
         (lambda: scale_by_row_shape("width", base_fan_in=-1), "base_fan_in=-1 is out of range"),
-        (lambda: scale_by_row_shape("rms", rms=-0.2), "rms=-0.2 is out of range"),
         (lambda: row_normalize(eps=-1e-3), "eps=-0.001 is out of range"),
     ],
 )

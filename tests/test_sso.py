@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-from optax_nora import baselines
+from peers import PEERS
 
 LR = 0.01
 SHAPES = [(12, 30), (30, 12), (16, 16)]
@@ -21,7 +20,7 @@ def weight(shape, seed=0):
 
 
 def run(params, grads, steps=1, **settings):
-    tx = baselines.sso(LR, **settings)
+    tx = PEERS["sso"](LR, **settings)
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(steps):
         updates, state = update(grads, state, params)

@@ -9,9 +9,8 @@ import optax
 from optax_nora._axes import Rows
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import PyTree
-from optax_nora._routing import WeightDimensionNumbers, map_rows
+from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
 from optax_nora._rows import product, project, widen
-from optax_nora.baselines._signature import check_momentum, like_nora
 
 Array = jax.Array
 
@@ -20,61 +19,82 @@ DELTA = 0.1
 DECAY_RATIO = 0.1
 
 
-@like_nora(beta=0.9, eps=1e-8, row_scale="unit")
-def adamp(
-    beta: Any,
-    momentum: Any,
-    eps: Any,
-    weight_decay: Any,
-    weight_decay_mask: Any,
-    mu_dtype: Any,
-    weight_dimension_numbers: WeightDimensionNumbers,
+def scale_by_adamp(
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Adam whose update is projected off the weight where the gradient is nearly orthogonal to it.
 
     If for all rows :math:`|\cos(g_i, w_i)| < 0.1 / \sqrt{in}` each row of the update loses its part
     along :math:`w_i`; else if :math:`|\cos(g, w)| < 0.1 / \sqrt{in \cdot out}` the update loses its
-    part along the whole matrix. Weight decay is then times 0.1.
+    part along the whole matrix. Weight decay, which it adds itself, is then times 0.1.
 
-    Args, returns and raises are those of `nora`, but beta is Adam's b1 (b2 is 0.999) and there is
-    no look-ahead: momentum is None or 1. A row_scale other than ``"unit"`` scales the decay too.
+    Args:
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to the root of the second moment.
+      weight_decay: of the weights, before the learning rate.
+      weight_decay_mask: as for `nora`.
+      mu_dtype: dtype of the first moment. None: the parameter's.
+      weight_dimension_numbers: which axes are a row, as for `scale_by_nora`.
+
+    Returns:
+      An `optax.GradientTransformation`.
 
     References:
       Heo et al., AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
       Weights, 2021, algorithm 2.
     """
-    check_momentum(momentum, "AdamP has no look-ahead here; leave momentum out")
-    check_range("beta", beta, 0, 1, below=True)
-    check_range("eps", eps, 0)
-    adam = optax.scale_by_adam(b1=beta, b2=0.999, eps=eps, mu_dtype=mu_dtype)
+    check_range("b1", b1, high=1, below=True)
+    check_range("b2", b2, high=1, below=True)
+    check_range("eps", eps)
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
     return _without_radial_part(adam, weight_decay, weight_decay_mask, weight_dimension_numbers)
 
 
-@like_nora(beta=0.9, row_scale="unit")
-def sgdp(
-    beta: Any,
-    momentum: Any,
-    weight_decay: Any,
-    weight_decay_mask: Any,
-    mu_dtype: Any,
-    weight_dimension_numbers: WeightDimensionNumbers,
+def scale_by_sgdp(
+    beta: Any = 0.9,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
-    r"""SGD with heavy-ball momentum, projected as `adamp` is.
+    r"""SGD with heavy-ball momentum, projected as `scale_by_adamp` is.
 
     .. math::
       \mu \leftarrow \beta \mu + g
 
-    Args, returns and raises are those of `nora`, but momentum is None, for Nesterov's look-ahead
-    :math:`g + \beta \mu`, or 1 for none. A row_scale other than ``"unit"`` scales the decay too.
+    Weight decay is divided by :math:`1 - \beta`, as its authors' is: so it balances the momentum,
+    which is that much longer than a gradient.
+
+    Args:
+      beta: decay of the momentum, in [0, 1).
+      weight_decay: of the weights, before the learning rate.
+      weight_decay_mask: as for `nora`.
+      mu_dtype: dtype of the momentum. None: the parameter's.
+      nesterov: whether to look ahead, to :math:`g + \beta \mu`.
+      weight_dimension_numbers: which axes are a row, as for `scale_by_nora`.
+
+    Returns:
+      An `optax.GradientTransformation`.
 
     References:
       Heo et al., AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant
       Weights, 2021, algorithm 1.
     """
-    check_momentum(momentum, "SGDP looks ahead with beta (momentum=None) or not at all (1)")
-    check_range("beta", beta, 0, 1, below=True)
-    sgd = optax.trace(beta, nesterov=momentum is None, accumulator_dtype=mu_dtype)
-    return _without_radial_part(sgd, weight_decay, weight_decay_mask, weight_dimension_numbers)
+    check_range("beta", beta, high=1, below=True)
+    check_range("weight_decay", weight_decay)
+    sgd = optax.trace(beta, nesterov=nesterov, accumulator_dtype=mu_dtype)
+    decay = weight_decay / (1 - beta)
+    return _without_radial_part(sgd, decay, weight_decay_mask, weight_dimension_numbers)
 
 
 def _cosine(rows: Rows, g: Array, w: Array) -> Array:
@@ -91,8 +111,8 @@ def _lose_radial_part(rows: Rows, g: Array, step: Array, w: Array, decay: Array)
         worst = jax.lax.pmax(worst, rows.output_mesh)
     by_rows = worst < DELTA / rows.fan_in(w.shape) ** 0.5
     whole = _cosine(matrix, g, w) < DELTA / matrix.fan_in(w.shape) ** 0.5
-    kept = jnp.where(whole, project(step, w, matrix), step)
-    kept = jnp.where(by_rows, project(step, w, rows), kept)
+    kept = jnp.where(whole, project(matrix, step, w), step)
+    kept = jnp.where(by_rows, project(rows, step, w), kept)
     return kept + jnp.where(by_rows | whole, DECAY_RATIO, 1) * decay
 
 
@@ -102,7 +122,7 @@ def _without_radial_part(
     weight_decay_mask: Any,
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
-    check_range("weight_decay", weight_decay, 0)
+    check_range("weight_decay", weight_decay)
     decayed = optax.add_decayed_weights(weight_decay, weight_decay_mask)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
@@ -110,8 +130,8 @@ def _without_radial_part(
         steps, new = inner.update(updates, state, params)
         nothing = optax.tree.zeros_like(updates)
         decay, _ = decayed.update(nothing, decayed.init(params), params)
-        numbers = weight_dimension_numbers
-        steps = map_rows(_lose_radial_part, numbers, updates, steps, params, decay)
+        routes = routes_of(params, weight_dimension_numbers)
+        steps = map_rows(_lose_radial_part, routes, updates, steps, params, decay)
         return steps, optax.tree.cast_like(new, state)
 
     return optax.GradientTransformation(inner.init, update)

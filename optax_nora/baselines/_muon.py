@@ -8,43 +8,52 @@ from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._axes import Rows
 from optax_nora._leaves import PyTree
-from optax_nora._routing import WeightDimensionNumbers, map_rows
-from optax_nora.baselines._signature import check_momentum, like_nora, require_whole
+from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
+from optax_nora.baselines._whole import require_whole
 
 
-@like_nora()
-def muon(
-    beta: Any,
-    momentum: Any,
-    eps: Any,
-    mu_dtype: Any,
-    weight_dimension_numbers: WeightDimensionNumbers,
+def scale_by_muon(
+    beta: Any = 0.95,
+    eps: Any = 1e-10,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
-    r"""`optax.contrib.scale_by_muon` with Nora's routing, row scale and auxiliary AdamW.
+    r"""`optax.contrib.scale_by_muon` with Nora's routing, on any mesh.
 
-    Args, returns and raises are those of `nora`, but optax's Muon looks ahead with beta or not at
-    all: momentum is None, for look-ahead, or 1.
+    Its steps are not scaled by the matrix's shape: `scale_by_row_shape` after it gives the scale of
+    `optax.contrib.muon`.
+
+    Args:
+      beta: decay of the momentum, in [0, 1).
+      eps: added to the norm before the iterations.
+      mu_dtype: dtype that the momentum is stored in. None: the parameter's.
+      nesterov: whether to look ahead, with weight beta.
+      weight_dimension_numbers: which axes are a row, as for `scale_by_nora`.
+
+    Returns:
+      An `optax.GradientTransformation`.
+
+    Raises:
+      ValueError: at ``update`` if `in_shard_map` says that a matrix is split.
 
     References:
-      `optax.contrib.muon`.
+      `optax.contrib.scale_by_muon`.
     """
-    check_momentum(
-        momentum,
-        "optax's Muon looks ahead with beta (momentum=None) or not at all (momentum=1)",
-    )
 
-    def numbers(updates: PyTree) -> PyTree:
+    def numbers(tree: PyTree) -> PyTree:
         def spec(rows: Rows, _: Any) -> MuonDimensionNumbers:
             require_whole(rows)
             return MuonDimensionNumbers(rows.reduction, rows.output)
 
-        return map_rows(spec, weight_dimension_numbers, updates)
+        return map_rows(spec, routes_of(tree, weight_dimension_numbers), tree)
 
     inner = optax.contrib.scale_by_muon(
         beta=beta,
         eps=eps,
         mu_dtype=mu_dtype,
-        nesterov=momentum is None,
+        nesterov=nesterov,
         weight_dimension_numbers=numbers,
     )
 

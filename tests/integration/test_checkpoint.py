@@ -8,9 +8,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from peers import PEERS
 
 import optax_nora
-from optax_nora import baselines
 
 P = PartitionSpec
 SPECS = {"up": {"kernel": P("x", "y"), "bias": P("y")}, "out": {"kernel": P("y", None, "x")}}
@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "inject_hyperparams": optax.inject_hyperparams(optax_nora.nora)(
         0.05, weight_dimension_numbers=RULE
     ),
-    "mano": baselines.mano(0.05, weight_dimension_numbers=RULE),
+    "mano": PEERS["mano"](0.05, weight_dimension_numbers=RULE),
 }
 
 

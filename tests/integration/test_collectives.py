@@ -7,9 +7,9 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from peers import PEERS
 
 import optax_nora
-from optax_nora import baselines
 
 P = PartitionSpec
 COLLECTIVE = re.compile(
@@ -74,26 +74,6 @@ def test_kernel(name):
     params = place(mesh, {"kernel": ((16, 32), spec)})
     expected = {"all-reduce": SUMS * rows * FLOAT} if rows else {}
     assert collectives(optax_nora.nora(0.02, weight_decay=0.1), params) == expected
-
-
-def test_a_step_of_the_lengths_says_nothing_more(mesh):
-    params = place(mesh, {"kernel": ((16, 32), P("data", "model"))})
-    found = [collectives(optax_nora.nora(0.02, radial=radial), params) for radial in (None, 1.0)]
-    assert found[0] == found[1] == {"all-reduce": SUMS * 8 * FLOAT}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_deflation_sums_vectors(mesh, name):
-    """What rows share is a vector: no more than its length is said, and nothing is gathered."""
-    spec, rows = KERNELS[name]
-    params = place(mesh, {"kernel": ((16, 32), spec)})
-    found = collectives(optax_nora.nora(0.02, deflate=1), params)
-    split = params["kernel"].sharding.shard_shape((16, 32))
-    # A length, a start, three power steps and what is left for each row; columns: one sum more.
-    by_row, by_column = rows * (SUMS + 1 + 1 + 3 + 1), (split[1] < 32) * (1 + 3) * split[0]
-    norms = (split[0] < 16) * (1 + 3)
-    expected = FLOAT * (by_row + by_column + norms)
-    assert found == ({"all-reduce": expected} if expected else {})
 
 
 # Layers (4, 16, 32) stacked along axis 0: rows a device sums.
@@ -170,7 +150,7 @@ def test_the_count_sees_others():
     """Muon multiplies whole matrices: the same count finds what that moves."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = place(mesh, {"kernel": ((16, 32), P("data", "model"))})
-    assert collectives(baselines.rmnp(0.02), params) == {"all-reduce": 8 * FLOAT}
-    found = collectives(baselines.muon(0.02), params)
+    assert collectives(PEERS["rmnp"](0.02), params) == {"all-reduce": 8 * FLOAT}
+    found = collectives(PEERS["muon"](0.02), params)
     assert sum(found.values()) > 20 * SUMS * 8 * FLOAT
     assert {"all-gather", "all-reduce"} <= found.keys()

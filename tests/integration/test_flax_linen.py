@@ -116,7 +116,7 @@ def start(named, numbers):
 
 
 def momenta(state):
-    flat = unboxed(state.opt_state.inner_states["matrix"].inner_state[0].mu)
+    flat = unboxed(state.opt_state.inner_states["matrix"].inner_state.mu)
     return {path: mu for path, mu in flat.items() if not isinstance(mu, optax.MaskedNode)}
 
 

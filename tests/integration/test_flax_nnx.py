@@ -131,7 +131,7 @@ def by_path(state):
 
 
 def momenta(opt_state):
-    return by_path(opt_state.inner_states["matrix"].inner_state[0].mu)
+    return by_path(opt_state.inner_states["matrix"].inner_state.mu)
 
 
 def assert_routed(matrices, before, after, nora_step, adam_step):

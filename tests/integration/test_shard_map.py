@@ -7,9 +7,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from peers import PEERS
 
 import optax_nora
-from optax_nora import baselines
 
 P = PartitionSpec
 # Of arrays (8, 16): reduced over axis 0, so that the fan ratio is 2 ** 0.5, whoever holds a part.
@@ -82,33 +82,6 @@ def test_row_scale_rms(mesh):
     )
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("option", [{"deflate": 2}, {"radial": 1.0}], ids=str)
-def test_options(mesh, name, option):
-    compare(
-        mesh,
-        SPECS[name],
-        lambda numbers: optax_nora.nora(0.05, weight_dimension_numbers=numbers, **option),
-    )
-
-
-def test_idle_rows(mesh):
-    """A row that is idle on one device is not idle if another device has a gradient for it."""
-    params, specs = {"kernel": jnp.ones((8, 16))}, {"kernel": P("x")}
-    g = {"kernel": jnp.zeros((8, 16)).at[6, 3].set(1.0)}
-    rule = optax_nora.in_shard_map(specs)
-    decay = optax.chain(optax.scale(0.0), optax.add_decayed_weights(1.0))
-    rest = optax_nora.rest_idle_rows(decay, weight_dimension_numbers=rule)
-    split = jax.shard_map(
-        lambda g, p: rest.update(g, rest.init(p), p)[0],
-        mesh=mesh,
-        in_specs=(specs, specs),
-        out_specs=specs,
-    )
-    updates = jax.jit(split)(g, params)["kernel"]
-    assert (updates == jnp.zeros((8, 16)).at[:, 3].set(1.0)).all()
-
-
 @pytest.mark.parametrize("spec", [P(None, "x", "y"), P("x", "y"), P("y", None, "x")], ids=str)
 def test_stacked_layers(mesh, spec):
     compare(
@@ -123,7 +96,7 @@ def test_stacked_layers(mesh, spec):
 @pytest.mark.parametrize("name", ["rmnp", "mano"])
 def test_baselines(mesh, name):
     def make(numbers):
-        return getattr(baselines, name)(0.05, weight_dimension_numbers=numbers)
+        return PEERS[name](0.05, weight_dimension_numbers=numbers)
 
     compare(mesh, SPECS["reduction and output"], make)
 

@@ -8,9 +8,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from peers import PEERS
 
 import optax_nora
-from optax_nora import baselines
 
 P = PartitionSpec
 SHAPE = (8, 16, 8)
@@ -132,18 +132,6 @@ def test_every_axis_and_pair_of_axes(mesh):
     chex.assert_trees_all_close(flat(jax.device_get(params)), want, atol=1e-6)
 
 
-def test_deflation(mesh):
-    """It looks across the rows, so each way to split them sums in an order of its own."""
-    tx = nora(deflate=1)
-    names = [f"{kind} {spec}" for kind, spec in zip(NUMBERS, SPECS[-3:], strict=True)]
-    params, *grads = (random_tree(seed, names) for seed in range(3))
-    want, _ = run(jax.jit(step_of(tx)), params, tx.init(params), grads)
-    params, *grads = (jax.device_put(t, shardings(mesh, names)) for t in (params, *grads))
-    with jax.set_mesh(mesh):
-        got, _ = run(jax.jit(step_of(tx)), params, tx.init(params), grads)
-    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
-
-
 @pytest.mark.usefixtures("optimized")  # two programs to the same bits
 def test_exact_where_no_reduction_axis_is_sharded():
     """There each device does with its block what it would do alone: bit for bit.
@@ -224,7 +212,7 @@ KERNEL_SPECS = [P(), P("y"), P(None, "y"), P("x", "y")]
 
 @pytest.mark.parametrize("name", ["rmnp", "mano", "muon"])
 def test_baselines(mesh, name):
-    tx = getattr(baselines, name)(0.05)
+    tx = PEERS[name](0.05)
     params, *grads = (
         {str(spec): jax.random.normal(jax.random.key(seed), (8, 16)) for spec in KERNEL_SPECS}
         for seed in range(4)
