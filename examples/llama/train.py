@@ -226,11 +226,12 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
         say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return
     say(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
+    if jax.process_index() == 0:
+        plot.draw_run(folder, folder / "loss.png")
     if jax.process_count() == 1:
         params = trainer.state.params
         text = complete(trainer.program.graph, params, trainer.corpus.tokenizer(), config.prompt)
         say(f"sample: {text}")
-    plot.draw_run(folder, folder / "loss.png")
     say(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
 
 
