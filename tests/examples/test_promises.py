@@ -34,3 +34,11 @@ def test_train_runs_to_its_last_line_in_every_precision(command, tmp_path, preci
     assert lines[-1].startswith(f"written: {tmp_path}/run/")
     made = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"metrics.jsonl", "loss.png", "config.json", "checkpoints"} <= made
+
+
+def test_what_is_shown_is_of_the_optimizer_that_trains(command):
+    shown = command("--name run --optimizer muon --learning-rate 0.25 --precision float32")
+    assert "nora" not in shown
+    # By hand: a block has 4 * 16^2 + 3 * 16^2 = 1,792 in matrices, and 2 * 16 beside them.
+    assert "muon: 3,584 parameters; adamw: 9,808" in shown
+    assert "muon, learning rate 0.25" in shown
