@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_rows, table
+from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_results, table
 
 DOCS = Path(__file__).parents[1]
 RESULTS = DOCS / "results" / "comparison"
@@ -166,7 +166,7 @@ def long(rows: list[dict]) -> list[tuple[str, ...]]:
 
 def named_rows(paths: list[Path]) -> list[dict]:
     """The rows of `paths` by the name of their optimizer alone: each has its own decay."""
-    return [row | {"name": row["run"]["optimizer"]} for row in read_rows(paths)]
+    return [row | {"name": row["run"]["optimizer"]} for row in read_results(paths)]
 
 
 def tables() -> dict[str, list[str]]:

@@ -65,7 +65,7 @@ class DataConfig:
     tokenizer: Path | None = None
     """A tokenizer.json of the `tokenizers` library. None: train one on the text."""
     packing: Literal["concat", "pad"] = "concat"
-    """concat: documents one after another, cut into contexts. pad: a document a row."""
+    """concat: documents one after another, cut into contexts. pad: a document a sequence."""
     held_out: float = 0.05
     """Fraction of the documents held out, chosen by a hash of their names."""
     eval_tokens: int = 200_000
@@ -130,12 +130,6 @@ class Config:
     """How long the step of a row is, given its matrix's shape. None: the optimizer's own."""
     base_fan_in: int | None = None
     """Fan-in at which the learning rate was tuned, for `row_scale` width."""
-    radial: float | None = None
-    """Step of the rows' lengths against their turning, for Nora. None: rows only turn."""
-    deflate: int | None = None
-    """Directions that the rows of a matrix share, taken out of Nora's steps. None: none."""
-    keep_row_norms: bool = False
-    """Turn the rows of matrices, never stretch them."""
     fused: bool = True
     """Let Nora write the parameters itself where it can, on a GPU by kernels."""
     clip: float = 1.0

@@ -1,8 +1,9 @@
 """Token shards on disk, and the batches made of them.
 
-A row has context + 1 tokens: inputs are all but the last, targets all but the first. Every document
-ends with the token `end`, and rows are padded with it. One rule then says what is learned: a target
-counts unless its input is `end`, so no loss is taken across documents, nor on padding.
+A sequence has context + 1 tokens: inputs are all but the last, targets all but the first. Every
+document ends with the token `end`, and sequences are padded with it. One rule then says what is
+learned: a target counts unless its input is `end`, so no loss is taken across documents, nor on
+padding.
 """
 
 import hashlib
@@ -94,9 +95,9 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 class Contexts:
-    """Documents one after another, cut into rows; a random-access source for grain.
+    """Documents one after another, cut into sequences; a random-access source for grain.
 
-    Rows overlap by one token, so that every token but the first of a shard is a target once.
+    Sequences overlap by one token, so that every token but the first of a shard is a target once.
     """
 
     def __init__(self, shards: list[np.ndarray], context: int, end: int):
@@ -109,11 +110,11 @@ class Contexts:
     def __getitem__(self, index: int) -> np.ndarray:
         shard = bisect_right(self.stops, index)
         first = index - (self.stops[shard - 1] if shard else 0)
-        return _row(self.shards[shard], first * self.context, None, self.context, self.end)
+        return _sequence(self.shards[shard], first * self.context, None, self.context, self.end)
 
 
 class Documents:
-    """One document a row, cut or padded to the context, as in the paper."""
+    """One document a sequence, cut or padded to the context, as in the paper."""
 
     def __init__(self, shards: list[np.ndarray], context: int, end: int):
         self.shards, self.context, self.end = shards, context, end
@@ -128,17 +129,19 @@ class Documents:
         i = index - (self.stops[shard - 1] if shard else 0)
         ends = self.ends[shard]
         start = ends[i - 1] + 1 if i else 0
-        return _row(self.shards[shard], start, ends[i] + 1, self.context, self.end)
+        return _sequence(self.shards[shard], start, ends[i] + 1, self.context, self.end)
 
 
-def _row(tokens: np.ndarray, start: int, stop: int | None, context: int, end: int) -> np.ndarray:
-    row = np.full(context + 1, end, np.int32)
+def _sequence(
+    tokens: np.ndarray, start: int, stop: int | None, context: int, end: int
+) -> np.ndarray:
+    sequence = np.full(context + 1, end, np.int32)
     piece = tokens[start:stop][: context + 1]
-    row[: len(piece)] = piece
-    return row
+    sequence[: len(piece)] = piece
+    return sequence
 
 
-def rows(corpus: Corpus, split: str, context: int, packing: str) -> Contexts | Documents:
+def sequences(corpus: Corpus, split: str, context: int, packing: str) -> Contexts | Documents:
     shards = corpus.shards(split)
     tokens = sum(len(shard) for shard in shards)
     if tokens <= context:
@@ -157,7 +160,7 @@ def train_batches(
 
     Args:
         source: `Contexts` or `Documents`.
-        batch: rows of a batch, over all processes.
+        batch: sequences of a batch, over all processes.
         seed: of the order.
         shard: this process and the number of processes; each gets its part of every batch.
 
@@ -165,7 +168,7 @@ def train_batches(
         An iterator of int32 (batch / processes, context + 1), with `get_state` and `set_state`.
     """
     process, processes = shard
-    # Indices, not rows, go through grain: its bookkeeping of an element takes longer than a row.
+    # Indices, not sequences, go through grain: its bookkeeping of an element takes longer than one.
     indices = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
     dataset = indices[process::processes].batch(
         batch // processes, batch_fn=lambda picked: np.stack([source[i] for i in picked])
@@ -177,7 +180,7 @@ def train_batches(
 def eval_batches(
     source, batch: int, limit: int, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[np.ndarray]:
-    """The first `limit` rows in order; the last batch is filled with rows that do not count."""
+    """The first `limit` sequences in order; what fills up the last batch does not count."""
     process, processes = shard
     count = min(limit, len(source))
     filler = np.full(source.context + 1, source.end, np.int32)

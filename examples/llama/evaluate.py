@@ -25,14 +25,14 @@ class HeldOut(NamedTuple):
 def evaluate(
     step: Callable, params, source: Contexts | Documents, batch: int, limit: int, mesh: Mesh, shard
 ) -> HeldOut:
-    """The loss of the first `limit` rows: all their losses over all their tokens.
+    """The loss of the first `limit` sequences: all their losses over all their tokens.
 
     Args:
         step: `(params, tokens) -> (sum of losses, number of tokens)`.
         params: of the model.
-        source: held-out rows.
-        batch: rows at once; changes nothing but speed.
-        limit: rows to take.
+        source: held-out sequences.
+        batch: sequences at once; changes nothing but speed.
+        limit: sequences to take.
         mesh: where the batches go.
         shard: this process and the number of processes.
     """

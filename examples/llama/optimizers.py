@@ -3,7 +3,6 @@
 `Rates` are arguments of the compiled step, not constants in it: one compile serves a sweep.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -111,14 +110,13 @@ def dimension_numbers(config: Config):
 
 def is_fused(config: Config) -> bool:
     """Whether `nora(...).step` takes the steps: it can with no more than clipping around it."""
-    alone = not config.keep_row_norms and config.precision != "bfloat16_master"
-    return config.fused and config.optimizer == "nora" and alone
+    return config.fused and config.optimizer == "nora" and config.precision != "bfloat16_master"
 
 
 def make_bare(config: Config, rates: Rates) -> Any:
     """The optimizer with nothing around it."""
     chosen = recipe(config)
-    names = ("momentum", "row_scale", "base_fan_in", "radial", "deflate")
+    names = ("momentum", "row_scale", "base_fan_in")
     given = {name: getattr(config, name) for name in names}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
@@ -134,11 +132,7 @@ def make_bare(config: Config, rates: Rates) -> Any:
 
 def make_optimizer(config: Config, rates: Rates) -> optax.GradientTransformation:
     """Clipping, the optimizer, float32 copies where the precision asks for them."""
-    optimizer, numbers = make_bare(config, rates), dimension_numbers(config)
-    if config.keep_row_norms:
-        mask = functools.partial(optax_nora.matrix_mask, weight_dimension_numbers=numbers)
-        keep = optax_nora.keep_row_norms(weight_dimension_numbers=numbers)
-        optimizer = optax.chain(optimizer, optax.masked(keep, mask))
+    optimizer = make_bare(config, rates)
     if config.precision == "bfloat16_master":
         optimizer = optax_nora.with_float32_master(optimizer)
     return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)

@@ -1,4 +1,4 @@
-"""Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep rows.jsonl`."""
+"""Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep results.jsonl`."""
 
 import math
 import statistics
@@ -71,54 +71,56 @@ def _draw_norms(axes: Axes, metrics: list[dict], label: str) -> None:
     axes.legend(title="shade: least to greatest")
 
 
-def read_rows(paths: Sequence[Path]) -> list[dict]:
-    """The rows of sweeps, each with its `loss` and a `name`: what is not a rate or a seed."""
-    rows = [row for path in paths for row in records.read(path)]
-    common = set.intersection(*(set(row["run"].items()) for row in rows)) if rows else set()
-    for row in rows:
-        own = dict(row["run"].items() - common)
+def read_results(paths: Sequence[Path]) -> list[dict]:
+    """The results of sweeps, each with its `loss` and a `name`: what is not a rate or a seed."""
+    results = [result for path in paths for result in records.read(path)]
+    common = (
+        set.intersection(*(set(result["run"].items()) for result in results)) if results else set()
+    )
+    for result in results:
+        own = dict(result["run"].items() - common)
         given = {k: v for k, v in own.items() if k not in ("optimizer", *RATES, "seed")}
         fields = (f"{k} {v}" for k, v in sorted(given.items()) if v is not None)
-        row["name"] = ", ".join([row["run"]["optimizer"], *fields])
-        row["loss"] = math.inf if row["held_out_loss"] is None else row["held_out_loss"]
-    return rows
+        result["name"] = ", ".join([result["run"]["optimizer"], *fields])
+        result["loss"] = math.inf if result["held_out_loss"] is None else result["held_out_loss"]
+    return results
 
 
-def by_rates(rows: list[dict], name: str) -> dict[tuple[float, float], list[dict]]:
-    """The rows of a name at each pair of rates: one a seed."""
+def by_rates(results: list[dict], name: str) -> dict[tuple[float, float], list[dict]]:
+    """The results of a name at each pair of rates: one a seed."""
     groups: dict[tuple[float, float], list[dict]] = {}
-    for row in rows:
-        if row["name"] == name:
-            groups.setdefault(tuple(row["run"][rate] for rate in RATES), []).append(row)
+    for result in results:
+        if result["name"] == name:
+            groups.setdefault(tuple(result["run"][rate] for rate in RATES), []).append(result)
     return groups
 
 
-def mean_loss(rows: list[dict]) -> float:
-    return statistics.mean(row["loss"] for row in rows)
+def mean_loss(results: list[dict]) -> float:
+    return statistics.mean(result["loss"] for result in results)
 
 
-def losses_by_rate(rows: list[dict], name: str) -> dict[float, float]:
+def losses_by_rate(results: list[dict], name: str) -> dict[float, float]:
     """The loss at each rate of the matrices, at the rate of everything else that suits it best."""
     losses: dict[float, float] = {}
-    for (rate, _), group in by_rates(rows, name).items():
+    for (rate, _), group in by_rates(results, name).items():
         losses[rate] = min(losses.get(rate, math.inf), mean_loss(group))
     return dict(sorted(losses.items()))
 
 
-def best_runs(rows: list[dict], name: str) -> list[dict]:
-    """The rows at the best pair of rates."""
-    return min(by_rates(rows, name).values(), key=mean_loss)
+def best_runs(results: list[dict], name: str) -> list[dict]:
+    """The results at the best pair of rates."""
+    return min(by_rates(results, name).values(), key=mean_loss)
 
 
-def draw_sweep(rows: list[dict], out: Path) -> None:
+def draw_sweep(results: list[dict], out: Path) -> None:
     """Final held-out loss against the rate; held-out loss of the best runs against seconds."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     rates, curves = figure.subplots(1, 2)
-    for name in dict.fromkeys(row["name"] for row in rows):
-        losses = losses_by_rate(rows, name)
+    for name in dict.fromkeys(result["name"] for result in results):
+        losses = losses_by_rate(results, name)
         (line,) = rates.plot(list(losses), list(losses.values()), "o-", label=name)
-        for row in best_runs(rows, name):
-            points = [(seconds, loss) for _, loss, seconds in row["held_out"] if loss]
+        for result in best_runs(results, name):
+            points = [(seconds, loss) for _, loss, seconds in result["held_out"] if loss]
             curves.plot(*zip(*points, strict=True), "o-", ms=3, color=line.get_color(), label=name)
     rates.set(xlabel="learning rate of matrices", ylabel="final held-out loss", xscale="log")
     curves.set(xlabel="seconds of training", ylabel="held-out loss, best rates")
@@ -126,19 +128,23 @@ def draw_sweep(rows: list[dict], out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
-def table(rows: list[dict]) -> list[str]:
+def table(results: list[dict]) -> list[str]:
     """A Markdown table, best first: final loss at the best rates, and how it depends on rates."""
-    names = {row["name"]: row["run"]["optimizer"] for row in rows}
-    ends = [[row["loss"] for row in best_runs(rows, n)] for n, o in names.items() if o == "adamw"]
+    names = {result["name"]: result["run"]["optimizer"] for result in results}
+    ends = [
+        [result["loss"] for result in best_runs(results, n)]
+        for n, o in names.items()
+        if o == "adamw"
+    ]
     goal = min(map(max, ends), default=-math.inf)  # where all seeds of the best AdamW get to
     lines = []
     for name in names:
-        losses, best = losses_by_rate(rows, name), best_runs(rows, name)
+        losses, best = losses_by_rate(results, name), best_runs(results, name)
         rate, other = (best[0]["run"][rate] for rate in RATES)
         spread = f" ± {statistics.stdev(r['loss'] for r in best):.4f}" if len(best) > 1 else ""
-        times = [[s for _, x, s in row["held_out"] if x and x <= goal] for row in best]
+        times = [[s for _, x, s in result["held_out"] if x and x <= goal] for result in best]
         seconds = f"{statistics.mean(t[0] for t in times):.0f}" if all(times) else "never"
-        speed = statistics.mean(row["tokens_per_second"] for row in best)
+        speed = statistics.mean(result["tokens_per_second"] for result in best)
         cells = (name, f"{mean_loss(best):.4f}{spread}", len(best), f"{rate:g}", f"{other:g}")
         worst = f"{max(losses.values()) - mean_loss(best):.4f} over {len(losses)} rates"
         lines.append((mean_loss(best), *cells, worst, f"{speed:,.0f}", seconds))
@@ -160,7 +166,7 @@ class PlotConfig:
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Folders of the runs."""
     sweep: tuple[Path, ...] = ()
-    """Rows of sweep.py, drawn in place of runs; their table is printed."""
+    """Results of sweep.py, drawn in place of runs; their table is printed."""
     out: Path = Path("runs/plot.png")
     """The picture, of any format that matplotlib writes."""
 
@@ -169,11 +175,11 @@ def main(arguments: list[str]) -> None:
     options = tyro.cli(PlotConfig, args=arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.sweep:
-        rows = read_rows(options.sweep)
-        if not rows:
-            raise UserError(f"no rows in {', '.join(map(str, options.sweep))}")
-        draw_sweep(rows, options.out)
-        print("\n".join(table(rows)))
+        results = read_results(options.sweep)
+        if not results:
+            raise UserError(f"no results in {', '.join(map(str, options.sweep))}")
+        draw_sweep(results, options.out)
+        print("\n".join(table(results)))
     elif options.runs:
         draw_runs(list(options.runs), options.out)
     else:

@@ -37,7 +37,7 @@ def generate(
         int32 (B, length).
     """
     model = nnx.merge(graph, params)
-    cache = empty_cache(model.config, prompt_BxT.shape[0], model.embed.dtype)
+    cache = empty_cache(model.config, prompt_BxT.shape[0], model.dtype)
 
     def pick(hidden_BxTxD: Array, key: Array) -> Array:
         logits = model.lm_head(hidden_BxTxD[:, -1]).astype(jnp.float32)

@@ -91,6 +91,6 @@ def like_params(tree, shardings, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def put_batch(rows: np.ndarray, mesh: Mesh) -> jax.Array:
-    """The global batch, of which this process has `rows`."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), rows)
+def put_batch(sequences: np.ndarray, mesh: Mesh) -> jax.Array:
+    """The global batch, of which this process has `sequences`."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), sequences)

@@ -40,13 +40,13 @@ def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
 
     repository, _, configuration = name.partition(":")
     stream = datasets.load_dataset(repository, configuration or None, split="train", streaming=True)
-    for i, row in enumerate(stream):
-        yield f"{name}:{i}", _field(row, field, name, i)
+    for i, record in enumerate(stream):
+        yield f"{name}:{i}", _field(record, field, name, i)
 
 
 def _table(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    for i, row in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
-        yield f"{path.name}:{i}", _field(row, field, str(path), i)
+    for i, record in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
+        yield f"{path.name}:{i}", _field(record, field, str(path), i)
 
 
 def _parquet(path: Path) -> Iterator[dict]:
@@ -71,10 +71,10 @@ def _json_lines(path: Path) -> Iterator[dict]:
             raise UserError(f"{path} is not JSON lines, near line {number}: {error}") from None
 
 
-def _field(row: object, field: str, source: str, number: int) -> str:
-    text = row.get(field) if isinstance(row, dict) else None
+def _field(record: object, field: str, source: str, number: int) -> str:
+    text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{source}: row {number + 1} has no text in a field {field!r}")
+        raise UserError(f"{source}: record {number + 1} has no text in a field {field!r}")
     return text
 
 

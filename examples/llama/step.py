@@ -1,5 +1,6 @@
 """What is compiled: the initial state, one optimizer step, one evaluation step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,10 +62,23 @@ def accumulation(config: Config, mesh: Mesh) -> int:
     return local // micro
 
 
-def make_program(config: Config, mesh: Mesh, end: int) -> Program:
-    """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer."""
+OptimizerFactory = Callable[[Rates], optax.GradientTransformation]
+
+
+def make_program(
+    config: Config, mesh: Mesh, end: int, optimizer: OptimizerFactory | None = None
+) -> Program:
+    """Compiles nothing yet; raises what is wrong with the mesh, the batch or the optimizer.
+
+    Args:
+        config: of the run.
+        mesh: where it runs.
+        end: the word that ends a document.
+        optimizer: makes the whole of it from the rates of a step. None: that of `config`.
+    """
     micro_batches = accumulation(config, mesh)
-    fused = is_fused(config)
+    fused = optimizer is None and is_fused(config)
+    make = optimizer or functools.partial(make_optimizer, config)
     chunk = _chunk(config, mesh, micro_batches)
     batch_spec = NamedSharding(mesh, sharding.BATCH)
     everywhere = NamedSharding(mesh, P())
@@ -83,7 +97,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
         params = nnx.to_pure_dict(nnx.state(make_model(key), nnx.Param))
         if config.precision.startswith("bfloat16"):
             params = optax.tree.cast(params, jnp.bfloat16)
-        opt_state = make_optimizer(config, peak_rates(config)).init(params)
+        opt_state = make(peak_rates(config)).init(params)
         return State(params, opt_state, jnp.int32(0), jnp.int32(-1))
 
     def loss(params, tokens: Array, scale: float | Array) -> Array:
@@ -106,7 +120,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
             part = jax.lax.with_sharding_constraint(part, batch_spec)
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, part, scale)), None
 
-        # Rows of a device stay on it: (devices * micro_batches * micro, T) -> one part a turn.
+        # Sequences of a device stay on it: (devices * micro_batches * micro, T) -> one part a turn.
         parts = tokens.reshape(-1, micro_batches, tokens.shape[1]).swapaxes(0, 1)
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
         (total, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
@@ -114,8 +128,7 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
 
     def update(state: State, grads, rates: Rates):
         now = rates_at(state.step, rates, config.final_fraction)
-        optimizer = make_optimizer(config, now)
-        return optimizer.update(grads, state.opt_state, state.params)
+        return make(now).update(grads, state.opt_state, state.params)
 
     def step_itself(state: State, grads, norm: Array, rates: Rates):
         now = rates_at(state.step, rates, config.final_fraction)
@@ -186,7 +199,9 @@ def make_program(config: Config, mesh: Mesh, end: int) -> Program:
 
 def _chunk(config: Config, mesh: Mesh, micro_batches: int) -> int:
     """Positions whose logits are made at once: the most that `loss_chunk` tokens allow."""
-    rows = config.batch // sharding.batch_parts(mesh) // micro_batches
+    sequences = config.batch // sharding.batch_parts(mesh) // micro_batches
     context = config.model.context
-    fits = (n for n in range(context, 0, -1) if context % n == 0 and n * rows <= config.loss_chunk)
+    fits = (
+        n for n in range(context, 0, -1) if context % n == 0 and n * sequences <= config.loss_chunk
+    )
     return next(fits, 1)

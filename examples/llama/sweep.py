@@ -1,10 +1,10 @@
 """Compares optimizers: `python -m examples.llama.sweep --grid GRID.yaml --out ROWS.jsonl`.
 
 A grid is a list of tables of fields; where a field is a list, all combinations are run. `best` is
-the value of that field in the best row of the same optimizer so far, `best*2` twice that. A row is
-written as each run ends, and a run whose row is there is skipped: a sweep can be stopped at any
-time, and go on on another machine. Rates, decay, steps and seeds are arguments of the compiled
-step, so that all runs that differ in them alone share one compile.
+the value of that field in the best result of the same optimizer so far, `best*2` twice that. A
+result is written as each run ends, and a run whose result is there is skipped: a sweep can be
+stopped at any time, and go on on another machine. Rates, decay, steps and seeds are arguments of
+the compiled step, so that all runs that differ in them alone share one compile.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ ARGUMENTS = ("learning_rate", "adam_learning_rate", "weight_decay")  # the compi
 ARGUMENTS += ("seed", "steps", "warmup", "eval_every")
 
 
-def read_grid(path: Path, base: list[str], rows: list[dict]) -> list[Config]:
+def read_grid(path: Path, base: list[str], results: list[dict]) -> list[Config]:
     """The settings of every run, in the order of the file.
 
     Args:
         path: the grid.
         base: flags for all runs.
-        rows: where `best` is looked up.
+        results: where `best` is looked up.
     """
     try:
         tables = yaml.safe_load(path.read_text("utf-8"))
@@ -49,27 +49,33 @@ def read_grid(path: Path, base: list[str], rows: list[dict]) -> list[Config]:
     for table in tables:
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for values in itertools.product(*choices):
-            own = best_of(rows, dict(zip(table, values, strict=True)))
+            own = best_of(results, dict(zip(table, values, strict=True)))
             configs.append(with_rates(cli.resolve(cli.parse([*base, *cli.flags(own)]))))
     return configs
 
 
-def best_of(rows: list[dict], fields: dict) -> dict:
-    """`fields` with the value of the optimizer's best row in the place of `best` and `best*2`."""
+def best_of(results: list[dict], fields: dict) -> dict:
+    """`fields` with the value of the optimizer's best result in place of `best` and `best*2`."""
     wanted = {k: v for k, v in fields.items() if isinstance(v, str) and v.startswith("best")}
     if not wanted:
         return fields
     optimizer = fields.get("optimizer")
-    own = [row for row in rows if row["run"]["optimizer"] == optimizer and row["held_out_loss"]]
+    own = [
+        result
+        for result in results
+        if result["run"]["optimizer"] == optimizer and result["held_out_loss"]
+    ]
     if not own:
-        raise UserError(f"the grid asks for the best {', '.join(wanted)}: no row is of {optimizer}")
-    best = min(own, key=lambda row: row["held_out_loss"])["run"]
+        raise UserError(
+            f"the grid asks for the best {', '.join(wanted)}: no result is of {optimizer}"
+        )
+    best = min(own, key=lambda result: result["held_out_loss"])["run"]
     factors = {k: float(v.removeprefix("best").lstrip("*") or 1) for k, v in wanted.items()}
     return fields | {k: factor * best[k] for k, factor in factors.items()}
 
 
 def with_rates(config: Config) -> Config:
-    """With the recommended values written out, so that a row says what was run."""
+    """With the recommended values written out, so that a result says what was run."""
     chosen = recipe(config)._asdict()
     return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k != "make"})
 
@@ -120,10 +126,15 @@ def part_of(configs: list[Config], part: str) -> list[Config]:
     return configs[len(configs) * (number - 1) // parts : len(configs) * number // parts]
 
 
+def identity_of(result: dict) -> dict:
+    """What was run, in today's fields: newer ones have their defaults, gone ones were unused."""
+    defaults = cli.identity(Config(), "")
+    return defaults | {k: v for k, v in result["run"].items() if k in defaults or v}
+
+
 def left_to_run(configs: list[Config], out: Path) -> Iterator[tuple[str, Config, Corpus, dict]]:
-    """What has no row yet: its place among all runs, its settings, its text, its identity."""
-    defaults = cli.identity(Config(), "")  # of fields that are newer than a row
-    done = [defaults | row["run"] for row in records.read(out)] if out.exists() else []
+    """What has no result yet: its place among all runs, its settings, its text, its identity."""
+    done = [identity_of(result) for result in records.read(out)] if out.exists() else []
     for number, config in enumerate(configs, 1):
         corpus = prepare(config.data, config.model.vocab_size)
         identity = cli.identity(config, corpus.identity)
@@ -133,7 +144,7 @@ def left_to_run(configs: list[Config], out: Path) -> Iterator[tuple[str, Config,
 
 
 def sweep(configs: list[Config], out: Path) -> None:
-    """Runs what has no row yet, and appends a row as each run ends."""
+    """Runs what has no result yet, and appends a result as each run ends."""
     compiled: list[tuple[Config, Program]] = []
     for place, config, corpus, identity in left_to_run(configs, out):
         program = next((p for known, p in compiled if same_program(known, config)), None)
@@ -144,10 +155,10 @@ def sweep(configs: list[Config], out: Path) -> None:
             trainer.measure()
             program = trainer.program
             compiled.append((config, program))
-        row = {"run": identity} | run(Trainer(config, corpus, program))
-        records.append(out, row)
+        result = {"run": identity} | run(Trainer(config, corpus, program))
+        records.append(out, result)
         named = ", ".join(f"{name} {getattr(config, name)}" for name in ("optimizer", *ARGUMENTS))
-        print(f"{place} {named}: held-out loss {row['held_out_loss']}", flush=True)
+        print(f"{place} {named}: held-out loss {result['held_out_loss']}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -157,9 +168,9 @@ class SweepConfig:
     grid: tuple[Path, ...]
     """YAML lists of tables of fields; every combination of their lists is run, in this order."""
     out: Path
-    """JSON lines, a row a run; appended to."""
+    """JSON lines, a result a run; appended to."""
     best: tuple[Path, ...] = ()
-    """Rows in which `best` is looked up."""
+    """Results in which `best` is looked up."""
     part: str = "1/1"
     """Which part of every grid, such as 1/4: one process for each GPU, all with the same `out`."""
 
@@ -167,8 +178,8 @@ class SweepConfig:
 def main(arguments: list[str]) -> None:
     own, every = cli.split(arguments)
     options = tyro.cli(SweepConfig, args=own)
-    rows = [row for path in options.best for row in records.read(path)]
-    grids = [read_grid(path, every, rows) for path in options.grid]
+    results = [result for path in options.best for result in records.read(path)]
+    grids = [read_grid(path, every, results) for path in options.grid]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
 

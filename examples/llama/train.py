@@ -21,14 +21,28 @@ from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
 from examples.llama.prepare import prepare
 from examples.llama.report import Report, console, say
 from examples.llama.sample import complete
-from examples.llama.step import Program, accumulation, make_program
+from examples.llama.step import OptimizerFactory, Program, accumulation, make_program
 
 
 class Trainer:
     """One run: its text, its mesh, its compiled step, its state, its place in the data."""
 
-    def __init__(self, config: Config, corpus: Corpus, program: Program | None = None):
-        """`program`, where given, is that of a run that differs in rates and seed alone."""
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        program: Program | None = None,
+        make_optimizer: OptimizerFactory | None = None,
+    ):
+        """Starts nothing yet.
+
+        Args:
+            config: of the run.
+            corpus: its text.
+            program: of a run that differs in rates and seed alone. None: make one.
+            make_optimizer: any optimizer of one's own, made from the `Rates` of a step. None: that
+                of `config`.
+        """
         if corpus.vocab_size > config.model.vocab_size:
             raise UserError(
                 f"model.vocab_size {config.model.vocab_size} is less than the "
@@ -38,11 +52,11 @@ class Trainer:
         self.rates = optimizers.peak_rates(config)
         self.shard = jax.process_index(), jax.process_count()
         source, self.held_out = (
-            data.rows(corpus, split, config.model.context, config.data.packing)
+            data.sequences(corpus, split, config.model.context, config.data.packing)
             for split in ("train", "held_out")
         )
         self.mesh = sharding.make_mesh(config.mesh)
-        self.program = program or make_program(config, self.mesh, corpus.end)
+        self.program = program or make_program(config, self.mesh, corpus.end, make_optimizer)
         self.batches = data.train_batches(source, config.batch, config.seed, self.shard)
         self.step = 0
 
@@ -147,12 +161,17 @@ class Trainer:
         config = self.config
         for line in self.corpus.describe():
             say(line)
-        if jax.process_index() == 0:
+        params, numbers = self.program.state.params, optimizers.dimension_numbers(config)
+        if config.optimizer != "nora":
+            mask = optax_nora.matrix_mask(params, numbers)
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(mask), strict=True)
+            matrices = sum(leaf.size for leaf, matrix in pairs if matrix)
+            others = sum(leaf.size for leaf in jax.tree.leaves(params)) - matrices
+            say(f"{config.optimizer}: {matrices:,} parameters; adamw: {others:,}")
+        elif jax.process_index() == 0:
+            row_scale = config.row_scale or "fan_ratio"
             optax_nora.summarize(
-                self.program.state.params,
-                optimizers.dimension_numbers(config),
-                row_scale=config.row_scale or "fan_ratio",
-                base_fan_in=config.base_fan_in,
+                params, numbers, row_scale=row_scale, base_fan_in=config.base_fan_in
             )
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         rates = f"learning rate {self.rates.matrix:g}, of AdamW {self.rates.other:g}"
@@ -226,11 +245,12 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
         say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return
     say(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
+    if jax.process_index() == 0:
+        plot.draw_run(folder, folder / "loss.png")
     if jax.process_count() == 1:
         params = trainer.state.params
         text = complete(trainer.program.graph, params, trainer.corpus.tokenizer(), config.prompt)
         say(f"sample: {text}")
-    plot.draw_run(folder, folder / "loss.png")
     say(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
 
 

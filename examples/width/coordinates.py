@@ -7,8 +7,8 @@ each kind of layer, the root mean square over coordinates of
 - own: how much of that is its own weight's doing, (W_t - W_0) x_t, which the paper's Theorems 4.1
   and 4.2 are about.
 
-Feature learning that does not depend on width is a line that is flat. Rows are appended to --out as
-each run ends, and what is there is not run again. What follows `--` are flags of
+Feature learning that does not depend on width is a line that is flat. Results are appended to --out
+as each run ends, and what is there is not run again. What follows `--` are flags of
 examples.llama.train for every run, such as `-- --data.path FOLDER`.
 """
 
@@ -32,7 +32,7 @@ from examples.llama.plot import markdown
 from examples.llama.sweep import left_to_run
 from examples.llama.train import Trainer
 from examples.width import settings
-from examples.width.settings import Size, at_width, base_config, exponent, rows_of
+from examples.width.settings import Size, at_width, base_config, exponent, results_of
 
 CONSTANT = " --warmup 0 --final-fraction 1 --steps 20 --precision float32"  # rates, for all widths
 SIZES = {
@@ -126,7 +126,7 @@ def run(trainer: Trainer) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def measure(configs: list[Config], out: Path) -> None:
-    """Runs what has no row yet, and appends a row as each run ends."""
+    """Runs what has no result yet, and appends a result as each run ends."""
     for place, config, corpus, identity in left_to_run(configs, out):
         device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         changed = run(Trainer(config, corpus))
@@ -141,48 +141,49 @@ def grid(args: Args, every: list[str]) -> list[Config]:
     return [at_width(base, n, row_scale, STEP) for row_scale in args.row_scales for n in widths]
 
 
-def lines(rows: list[dict], row_scale: str, step: int, of: str) -> dict[str, Line]:
+def lines(results: list[dict], row_scale: str, step: int, of: str) -> dict[str, Line]:
     """Widths, and the changes at each of them, by kind of layer."""
-    chosen = [row for row in rows if row["run"]["row_scale"] == row_scale]
-    chosen.sort(key=lambda row: row["run"]["model.width"])
-    widths = [row["run"]["model.width"] for row in chosen]
+    chosen = [result for result in results if result["run"]["row_scale"] == row_scale]
+    chosen.sort(key=lambda result: result["run"]["model.width"])
+    widths = [result["run"]["model.width"] for result in chosen]
     return {
-        kind: (widths, [row["changes"][str(step)][kind][of] for row in chosen]) for kind in KINDS
+        kind: (widths, [result["changes"][str(step)][kind][of] for result in chosen])
+        for kind in KINDS
     }
 
 
-def row_scales(rows: list[dict]) -> list[str]:
+def row_scales(results: list[dict]) -> list[str]:
     """Those that were run, in order."""
-    return list(dict.fromkeys(row["run"]["row_scale"] for row in rows))
+    return list(dict.fromkeys(result["run"]["row_scale"] for result in results))
 
 
-def table(rows: list[dict], of: str) -> list[str]:
+def table(results: list[dict], of: str) -> list[str]:
     """A Markdown table: the power of the width that the change of each kind of layer follows."""
     head = [f"{of} change of", "steps", *KINDS]
     body = [
         [
             name,
             str(step),
-            *(f"{exponent(*line):+.2f}" for line in lines(rows, name, step, of).values()),
+            *(f"{exponent(*line):+.2f}" for line in lines(results, name, step, of).values()),
         ]
-        for name, step in itertools.product(row_scales(rows), AFTER)
+        for name, step in itertools.product(row_scales(results), AFTER)
     ]
     return markdown(head, body)
 
 
-def draw(rows: list[dict], out: Path) -> None:
+def draw(results: list[dict], out: Path) -> None:
     """Change against width: a row of panels for each row scale, a column for each of PANELS."""
-    names = row_scales(rows)
+    names = row_scales(results)
     figure = Figure(figsize=(12, 2.5 * len(names) + 0.3), layout="constrained")
     panels = figure.subplots(len(names), len(PANELS), sharex=True, sharey=True, squeeze=False)
     for (i, name), (j, (of, step)) in itertools.product(enumerate(names), enumerate(PANELS)):
         axes = panels[i, j]
-        for kind, line in lines(rows, name, step, of).items():
+        for kind, line in lines(results, name, step, of).items():
             adamw = kind in ("embedding", "logits")
             axes.plot(*line, "--" if adamw else ".-", label=kind)
         axes.set(xscale="log", yscale="log", title=f"{name}: {of}, step {step}")
         axes.minorticks_off()
-    widths = sorted({row["run"]["model.width"] for row in rows})
+    widths = sorted({result["run"]["model.width"] for result in results})
     for axes in panels[-1]:
         axes.set_xticks(widths, map(str, widths), rotation=90)
         axes.set_xlabel("width")
@@ -194,10 +195,10 @@ def draw(rows: list[dict], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    args, rows = rows_of(arguments, Args, __doc__, grid, measure)
-    draw(rows, args.figure)
+    args, results = results_of(arguments, Args, __doc__, grid, measure)
+    draw(results, args.figure)
     for of in ("total", "own"):
-        print("\n".join(["", *table(rows, of)]))
+        print("\n".join(["", *table(results, of)]))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ class Args:
     widths: tuple[int, ...] | None = None
     """In this order. None: those of the size."""
     out: Path = Path("runs/width.jsonl")
-    """JSON lines, a row a run; appended to."""
+    """JSON lines, a result a run; appended to."""
     part: str = "1/1"
     """Which part of the runs, such as 1/4: one process for each GPU, all with the same `out`."""
     figure: Path = Path("runs/width.svg")
-    """The picture, of all rows that are there."""
+    """The picture, of all results that are there."""
     draw: bool = False
     """Draw what is there; run nothing."""
 
@@ -53,29 +53,29 @@ class Args:
 Some = TypeVar("Some", bound=Args)
 
 
-def rows_of(
+def results_of(
     arguments: list[str],
     kind: type[Some],
     doc: str | None,
     grid: Callable[[Some, list[str]], list[Config]],
     run: Callable[[list[Config], Path], None],
 ) -> tuple[Some, list[dict]]:
-    """What a command of this folder was told, and all rows, by row scale, after what lacks was run.
+    """Runs what has no result yet; returns the arguments and all results, by row scale.
 
     Args:
         arguments: of the command line.
         kind: what they are read into.
         doc: of the command.
         grid: all runs, from what was read and the flags for every run.
-        run: runs them and appends their rows to a file.
+        run: runs them and appends their results to a file.
     """
     own, every = cli.split(arguments)
     args = tyro.cli(kind, description=doc, args=own)
     if not args.draw:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         run(part_of(grid(args, every), args.part), args.out)
-    rows = records.read(args.out)  # in no order: processes share the file
-    return args, sorted(rows, key=lambda row: ROW_SCALES.index(row["run"]["row_scale"]))
+    results = records.read(args.out)  # in no order: processes share the file
+    return args, sorted(results, key=lambda result: ROW_SCALES.index(result["run"]["row_scale"]))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Does a learning rate hold at another width? `python -m examples.width.transfer`
 
 Trains a LLaMA at each width, with each learning rate, for each row scale, and draws held-out loss
-against the rate. Rows are appended to --out as each run ends, and what is there is not run again.
-What follows `--` are flags of examples.llama.train for every run, such as `-- --data.path FOLDER`.
+against the rate. Results are appended to --out as each run ends, and what is there is not run
+again. What follows `--` are flags of examples.llama.train for every run, such as
+`-- --data.path FOLDER`.
 """
 
 import math
@@ -17,7 +18,7 @@ from examples.llama.config import Config
 from examples.llama.plot import markdown
 from examples.llama.sweep import sweep
 from examples.width import settings
-from examples.width.settings import Size, at_width, base_config, exponent, rows_of
+from examples.width.settings import Size, at_width, base_config, exponent, results_of
 
 SIZES = {
     "cpu": Size(
@@ -59,11 +60,11 @@ def grid(args: Args, every: list[str]) -> list[Config]:
     ]
 
 
-def losses(rows: list[dict]) -> dict[str, dict[int, dict[float, float]]]:
+def losses(results: list[dict]) -> dict[str, dict[int, dict[float, float]]]:
     """Held-out losses by row scale, width and learning rate; infinity where a run diverged."""
     found: dict[str, dict[int, dict[float, float]]] = {}
-    for row in rows:
-        run, loss = row["run"], row["held_out_loss"]
+    for result in results:
+        run, loss = result["run"], result["held_out_loss"]
         curves = found.setdefault(run["row_scale"], {}).setdefault(run["model.width"], {})
         curves[run["learning_rate"]] = math.inf if loss is None else loss
     return found
@@ -128,8 +129,8 @@ def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    args, rows = rows_of(arguments, Args, __doc__, grid, sweep)
-    found = losses(rows)
+    args, results = results_of(arguments, Args, __doc__, grid, sweep)
+    found = losses(results)
     draw(found, args.figure)
     print("\n".join(table(found)))
 

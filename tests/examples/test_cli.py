@@ -59,8 +59,6 @@ def files(folder) -> set[str]:
         ("--data.held-out 1.5", "error: data.held_out is 1.5: it must be between 0 and 1"),
         ("--model.context 5000", "is too short"),
         ("--optimizer adamw --row-scale unit", "error: optimizer 'adamw' takes no row_scale"),
-        ("--optimizer muon --deflate 1", "error: optimizer 'muon' takes no deflate"),
-        ("--optimizer rmnp --radial 1", "error: optimizer 'rmnp' takes no radial"),
         ("--config {out}/none.yaml", "error: config {out}/none.yaml cannot be read"),
     ],
 )
@@ -143,7 +141,7 @@ def test_flags_go_before_the_file_before_the_preset(tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_saved_is_read_back(tmp_path, preset):
-    config = dataclasses.replace(PRESETS[preset], name="x", keep_row_norms=True)
+    config = dataclasses.replace(PRESETS[preset], name="x", scan_layers=True)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(cli.to_dict(config)))
     assert cli.parse(["--config", str(path)]) == dataclasses.replace(config, config=path)

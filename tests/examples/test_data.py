@@ -28,10 +28,12 @@ SHARDS = [
 ]
 
 
-def learned(rows: np.ndarray) -> list[tuple[int, int]]:
+def learned(sequences: np.ndarray) -> list[tuple[int, int]]:
     """Inputs and targets that count."""
-    counts = data.weights(rows, END)
-    return sorted(zip(rows[:, :-1][counts].tolist(), rows[:, 1:][counts].tolist(), strict=True))
+    counts = data.weights(sequences, END)
+    return sorted(
+        zip(sequences[:, :-1][counts].tolist(), sequences[:, 1:][counts].tolist(), strict=True)
+    )
 
 
 def pairs() -> list[tuple[int, int]]:
@@ -45,37 +47,37 @@ def pairs() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("context", [1, 3, 4, 7, 30])
 def test_packing_loses_nothing_and_learns_nothing_across_documents(context):
     source = data.Contexts(SHARDS, context, END)
-    rows = np.stack([source[i] for i in range(len(source))])
-    assert rows.shape[1] == context + 1
-    assert learned(rows) == pairs()
+    sequences = np.stack([source[i] for i in range(len(source))])
+    assert sequences.shape[1] == context + 1
+    assert learned(sequences) == pairs()
 
 
 def test_padded_documents_are_cut_to_the_context_and_padding_does_not_count():
     source = data.Documents(SHARDS, 6, END)
-    rows = np.stack([source[i] for i in range(len(source))])
+    sequences = np.stack([source[i] for i in range(len(source))])
     expected = [
         [10, 11, 12, 13, 14, END, END],
         [20, 21, END, END, END, END, END],
         [30, 31, 32, 33, 34, 35, 36],
         [50, 51, 52, 53, END, END, END],
     ]
-    np.testing.assert_array_equal(rows, expected)
-    np.testing.assert_array_equal(data.weights(rows, END).sum(axis=1), [5, 2, 6, 4])
+    np.testing.assert_array_equal(sequences, expected)
+    np.testing.assert_array_equal(data.weights(sequences, END).sum(axis=1), [5, 2, 6, 4])
 
 
-def rows_of(iterator, batches: int) -> list[tuple[int, ...]]:
-    return [tuple(row) for _ in range(batches) for row in next(iterator)]
+def sequences_of(iterator, batches: int) -> list[tuple[int, ...]]:
+    return [tuple(sequence) for _ in range(batches) for sequence in next(iterator)]
 
 
 def test_every_epoch_has_every_row_once_in_a_new_order():
-    source = data.Contexts([np.arange(1, 61, dtype=np.uint16)], 5, END)  # 12 rows
-    rows = rows_of(data.train_batches(source, 4, seed=3), 6)
-    first, second = rows[:12], rows[12:]
+    source = data.Contexts([np.arange(1, 61, dtype=np.uint16)], 5, END)  # 12 sequences
+    sequences = sequences_of(data.train_batches(source, 4, seed=3), 6)
+    first, second = sequences[:12], sequences[12:]
     every = sorted(tuple(source[i]) for i in range(12))
     assert sorted(first) == sorted(second) == every
     assert first != second
-    assert rows == rows_of(data.train_batches(source, 4, seed=3), 6)
-    assert rows != rows_of(data.train_batches(source, 4, seed=4), 6)
+    assert sequences == sequences_of(data.train_batches(source, 4, seed=3), 6)
+    assert sequences != sequences_of(data.train_batches(source, 4, seed=4), 6)
 
 
 def test_processes_share_each_batch():
@@ -83,19 +85,19 @@ def test_processes_share_each_batch():
     whole = data.train_batches(source, 4, 0)
     parts = [data.train_batches(source, 4, 0, (i, 2)) for i in range(2)]
     for _ in range(5):
-        shared = [row for part in parts for row in rows_of(part, 1)]
-        assert sorted(shared) == sorted(rows_of(whole, 1))
+        shared = [sequence for part in parts for sequence in sequences_of(part, 1)]
+        assert sorted(shared) == sorted(sequences_of(whole, 1))
 
 
 def test_the_place_in_the_data_can_be_kept():
     source = data.Contexts([np.arange(1, 61, dtype=np.uint16)], 5, END)
     one = data.train_batches(source, 4, 0)
-    rows_of(one, 4)
+    sequences_of(one, 4)
     place = json.loads(json.dumps(one.get_state()))
-    expected = rows_of(one, 5)
+    expected = sequences_of(one, 5)
     other = data.train_batches(source, 4, 0)
     other.set_state(place)
-    assert rows_of(other, 5) == expected
+    assert sequences_of(other, 5) == expected
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -104,8 +106,8 @@ def test_evaluation_sees_each_row_once(processes):
     parts = [list(data.eval_batches(source, 4, 9, (i, processes))) for i in range(processes)]
     assert {batch.shape for part in parts for batch in part} == {(4 // processes, 6)}
     assert len({len(part) for part in parts}) == 1  # no process waits for another
-    rows = np.concatenate([batch for part in parts for batch in part])
-    counted = rows[data.weights(rows, END).any(axis=1)]
+    sequences = np.concatenate([batch for part in parts for batch in part])
+    counted = sequences[data.weights(sequences, END).any(axis=1)]
     assert sorted(map(tuple, counted)) == sorted(tuple(source[i]) for i in range(9))
 
 
@@ -221,7 +223,7 @@ def test_documents_are_held_out_by_their_names(text_file, tmp_path):
     assert few < more
 
 
-ROWS = [{"text": f"the {i}th document says this", "url": f"http://{i}"} for i in range(30)]
+RECORDS = [{"text": f"the {i}th document says this", "url": f"http://{i}"} for i in range(30)]
 
 
 def read(path, field="text") -> list[str]:
@@ -230,11 +232,11 @@ def read(path, field="text") -> list[str]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz"])
 def test_json_lines(tmp_path, name):
-    lines = "\n".join(map(json.dumps, ROWS)).encode()
+    lines = "\n".join(map(json.dumps, RECORDS)).encode()
     (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
-    assert read(tmp_path) == [row["text"] for row in ROWS]
-    assert read(tmp_path / name, "url") == [row["url"] for row in ROWS]
-    with pytest.raises(UserError, match=f"{name}: row 1 has no text in a field 'body'"):
+    assert read(tmp_path) == [record["text"] for record in RECORDS]
+    assert read(tmp_path / name, "url") == [record["url"] for record in RECORDS]
+    with pytest.raises(UserError, match=f"{name}: record 1 has no text in a field 'body'"):
         read(tmp_path / name, "body")
 
 
@@ -249,8 +251,8 @@ def test_broken_json_lines(tmp_path, content, name):
 
 def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist(ROWS), path)
-    assert read(tmp_path) == [row["text"] for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(RECORDS), path)
+    assert read(tmp_path) == [record["text"] for record in RECORDS]
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match=r"a.parquet is not parquet"):
         read(path)
@@ -262,11 +264,11 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     folder = tmp_path / "c4"
     (folder / "en").mkdir(parents=True)
     for i in range(3):
-        lines = "\n".join(map(json.dumps, ROWS[10 * i : 10 * i + 10])).encode()
+        lines = "\n".join(map(json.dumps, RECORDS[10 * i : 10 * i + 10])).encode()
         (folder / "en" / f"c4-train.0000{i}-of-00003.json.gz").write_bytes(gzip.compress(lines))
     header = {"configs": [{"config_name": "en", "data_files": "en/c4-train.*.json.gz"}]}
     (folder / "README.md").write_text(f"---\n{json.dumps(header)}\n---\n")
-    assert read(f"hf:{folder}:en") == [row["text"] for row in ROWS]
+    assert read(f"hf:{folder}:en") == [record["text"] for record in RECORDS]
 
 
 def test_the_command_makes_a_folder_that_can_be_trained_on(text_file, tmp_path, capsys):

@@ -103,4 +103,4 @@ def test_two_hosts_of_four_devices_equal_one_of_eight(start, tmp_path):
     assert [line["step"] for line in one] == [line["step"] for line in two]
     for name in ("loss", "held_out_loss"):
         a, b = ([line[name] for line in lines if name in line] for lines in (one, two))
-        np.testing.assert_allclose(a, b, atol=1e-5)  # rows in another order within each batch
+        np.testing.assert_allclose(a, b, atol=1e-5)  # sequences in another order within each batch

@@ -56,7 +56,9 @@ def test_what_a_cpu_can_run_runs(work):
         if module.endswith((".train", ".sweep", ".speed")):
             given += SMALL.split()
         importlib.import_module(module).main(given)
-    assert {"together.png", "sweep.png", "rows.jsonl", "data"} <= {p.name for p in work.iterdir()}
+    assert {"together.png", "sweep.png", "results.jsonl", "data"} <= {
+        p.name for p in work.iterdir()
+    }
     assert (work / "data" / "mine" / "manifest.json").exists()
 
 

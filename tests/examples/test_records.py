@@ -10,7 +10,7 @@ from examples.llama.config import UserError
 
 @pytest.mark.parametrize("end", range(1, 21))
 def test_a_line_cut_off_anywhere(tmp_path, end):
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / "results.jsonl"
     path.write_bytes(b'{"a": 1}\n' + b'{"b": {"c": [1, 2]}}\n'[:end])
     records.append(path, {"d": 3})
     found = records.read(path)
@@ -20,11 +20,11 @@ def test_a_line_cut_off_anywhere(tmp_path, end):
 
 
 def test_writers_do_not_mix(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = [{"row": i, "long": [i] * 20_000} for i in range(16)]
+    path = tmp_path / "results.jsonl"
+    results = [{"result": i, "long": [i] * 20_000} for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda row: records.append(path, row), rows))
-    assert sorted(row["row"] for row in records.read(path)) == list(range(16))
+        list(pool.map(lambda result: records.append(path, result), results))
+    assert sorted(result["result"] for result in records.read(path)) == list(range(16))
 
 
 def test_a_file_that_is_not_there(tmp_path):

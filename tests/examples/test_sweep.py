@@ -6,7 +6,7 @@ import pytest
 
 from examples.llama import records, sharding, sweep, train
 from examples.llama.config import UserError
-from examples.llama.plot import draw_runs, draw_sweep, read_rows, table
+from examples.llama.plot import draw_runs, draw_sweep, read_results, table
 from examples.llama.plot import main as plot_main
 
 
@@ -19,10 +19,10 @@ def grid(corpus, tmp_path, monkeypatch):
     flags += " --model.context 16 --model.width 16 --model.layers 1 --model.heads 2"
     flags += " --model.vocab-size 304 --precision float32"
 
-    def read(text: str, rows: list[dict] = []):  # noqa: B006
+    def read(text: str, results: list[dict] = []):  # noqa: B006
         path = tmp_path / "grid.yaml"
         path.write_text(text)
-        return sweep.read_grid(path, flags.split(" "), rows)
+        return sweep.read_grid(path, flags.split(" "), results)
 
     return read
 
@@ -53,7 +53,7 @@ def test_what_is_done_is_skipped_and_rates_share_a_compile(grid, tmp_path, monke
     made = []
     make = train.make_program
     monkeypatch.setattr(train, "make_program", lambda *a: made.append(make(*a)) or made[-1])
-    out = tmp_path / "rows.jsonl"
+    out = tmp_path / "results.jsonl"
     configs = grid("[{optimizer: nora, learning_rate: [0.01, 0.02], seed: [0, 1]}]")
     sweep.sweep(configs[:1], out)
     first = out.read_text()
@@ -61,24 +61,28 @@ def test_what_is_done_is_skipped_and_rates_share_a_compile(grid, tmp_path, monke
     sweep.sweep(configs, out)
     assert len(made) == 2  # one a call
     assert [program.train._cache_size() for program in made] == [1, 1]
-    rows = records.read(out)
-    assert json.dumps(rows[0]) + "\n" == first
-    runs = [(row["run"]["learning_rate"], row["run"]["seed"]) for row in rows]
+    results = records.read(out)
+    assert json.dumps(results[0]) + "\n" == first
+    runs = [(result["run"]["learning_rate"], result["run"]["seed"]) for result in results]
     assert runs == [(0.01, 0), (0.01, 1), (0.02, 0), (0.02, 1)]
-    assert len({row["held_out_loss"] for row in rows}) == 4
-    assert [step for step, *_ in rows[0]["held_out"]] == [2, 4]
+    assert len({result["held_out_loss"] for result in results}) == 4
+    assert [step for step, *_ in results[0]["held_out"]] == [2, 4]
     sweep.sweep(configs, out)
     assert len(made) == 2
 
 
 def test_the_best_value_so_far(grid):
-    rows = [row("nora", 0.1, 0, 3.0), row("nora", 0.4, 0, 2.5), row("adamw", 0.2, 0, 2.0)]
-    rows += [row("nora", 9.0, 0, None)]
+    results = [
+        result("nora", 0.1, 0, 3.0),
+        result("nora", 0.4, 0, 2.5),
+        result("adamw", 0.2, 0, 2.0),
+    ]
+    results += [result("nora", 9.0, 0, None)]
     text = "[{optimizer: nora, learning_rate: [best, best*0.5, 0.3], seed: [0, 1]}]"
-    found = [config.learning_rate for config in grid(text, rows)]
+    found = [config.learning_rate for config in grid(text, results)]
     assert found == [0.4, 0.4, 0.2, 0.2, 0.3, 0.3]
-    with pytest.raises(UserError, match="best learning_rate: no row is of muon"):
-        grid("[{optimizer: muon, learning_rate: best}]", rows)
+    with pytest.raises(UserError, match="best learning_rate: no result is of muon"):
+        grid("[{optimizer: muon, learning_rate: best}]", results)
 
 
 def test_parts_are_all_of_it(grid):
@@ -94,18 +98,20 @@ def test_parts_are_all_of_it(grid):
 
 def test_a_run_of_a_sweep_is_that_of_the_trainer(grid, tmp_path, replaced):
     (config,) = grid("[{optimizer: nora}]")
-    sweep.sweep([config], tmp_path / "rows.jsonl")
-    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    sweep.sweep([config], tmp_path / "results.jsonl")
+    result = json.loads((tmp_path / "results.jsonl").read_text())
     train.train(replaced(config, out=tmp_path, name="run"))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
-    assert row["training"] == [[m["step"], m["loss"]] for m in metrics if "loss" in m]
-    assert row["held_out_loss"] == [m for m in metrics if "held_out_loss" in m][-1]["held_out_loss"]
+    assert result["training"] == [[m["step"], m["loss"]] for m in metrics if "loss" in m]
+    assert (
+        result["held_out_loss"] == [m for m in metrics if "held_out_loss" in m][-1]["held_out_loss"]
+    )
     draw_runs([tmp_path / "run"], tmp_path / "runs.png")
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-def row(
+def result(
     optimizer: str, rate: float, seed: int, loss: float | None, held_out=(), other: float = 0.5
 ) -> dict:
     run = {"optimizer": optimizer, "learning_rate": rate, "seed": seed, "clip": 1.0}
@@ -114,16 +120,16 @@ def row(
 
 
 def test_the_table_by_hand(tmp_path, capsys):
-    rows = [
-        row("adamw", 0.1, 0, 3.0, [[1, 5.0, 1.0], [2, 3.0, 2.0]]),
-        row("nora", 0.1, 0, 2.0, [[1, 3.5, 1.0], [2, 2.9, 4.0], [3, 2.0, 9.0]]),
-        row("nora", 0.1, 1, 2.2, [[1, 3.0, 2.0], [2, 2.2, 4.0]]),
-        row("nora", 0.2, 0, 4.0, [[1, 4.0, 1.0]]),
-        row("nora", 0.2, 0, 3.7, [[1, 3.7, 1.0]], other=0.7),
+    results = [
+        result("adamw", 0.1, 0, 3.0, [[1, 5.0, 1.0], [2, 3.0, 2.0]]),
+        result("nora", 0.1, 0, 2.0, [[1, 3.5, 1.0], [2, 2.9, 4.0], [3, 2.0, 9.0]]),
+        result("nora", 0.1, 1, 2.2, [[1, 3.0, 2.0], [2, 2.2, 4.0]]),
+        result("nora", 0.2, 0, 4.0, [[1, 4.0, 1.0]]),
+        result("nora", 0.2, 0, 3.7, [[1, 3.7, 1.0]], other=0.7),
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    lines = table(read_rows([path]))[2:]
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join(map(json.dumps, results)))
+    lines = table(read_results([path]))[2:]
     assert lines == [
         "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 0.5 | 1.6000 over 2 rates | 10 | 3 |",
         "| adamw | 3.0000 | 1 | 0.1 | 0.5 | 0.0000 over 1 rates | 10 | 2 |",
@@ -134,17 +140,17 @@ def test_the_table_by_hand(tmp_path, capsys):
 
 
 def test_a_diverged_run_is_last_and_breaks_nothing(tmp_path):
-    rows = [row("adamw", 0.1, 0, 3.0), row("sgd", 9.0, 0, None, [[1, None, 1.0]])]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    read = read_rows([path])
+    results = [result("adamw", 0.1, 0, 3.0), result("sgd", 9.0, 0, None, [[1, None, 1.0]])]
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join(map(json.dumps, results)))
+    read = read_results([path])
     draw_sweep(read, tmp_path / "sweep.png")
     assert table(read)[-1].startswith("| sgd | inf |")
 
 
 def test_nothing_to_draw(tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match=r"no rows in .*empty.jsonl"):
+    with pytest.raises(UserError, match=r"no results in .*empty.jsonl"):
         plot_main(["--sweep", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "x.png")])
     with pytest.raises(UserError, match="nothing to draw"):
         plot_main([])

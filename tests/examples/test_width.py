@@ -87,7 +87,7 @@ def test_best_rate_at_the_edge_is_that_of_the_least_loss(curve, best):
 
 
 def test_table_of_rates_that_go_as_the_root_of_the_width():
-    rows = [
+    results = [
         {
             "run": {"row_scale": "unit", "model.width": width, "learning_rate": rate},
             "held_out_loss": None if rate > 0.05 else 2 + math.log(rate * width**0.5 / 0.08) ** 2,
@@ -95,7 +95,7 @@ def test_table_of_rates_that_go_as_the_root_of_the_width():
         for width in (16, 64, 256)
         for rate in (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
     ]
-    head, _, line = transfer.table(transfer.losses(rows))
+    head, _, line = transfer.table(transfer.losses(results))
     assert head == (
         "| row scale | best at 16 | best at 64 | best at 256 | power | theory | kept rate |"
     )
@@ -138,12 +138,12 @@ def test_own_change_is_that_of_the_weight_that_moved_and_total_all_that_follows(
 
 @pytest.fixture
 def command(corpus, tmp_path, monkeypatch):
-    """Runs a command of the folder on a small text and one device; returns its rows."""
+    """Runs a command of the folder on a small text and one device; returns its results."""
     devices = sharding.jax.devices()
     monkeypatch.setattr(sharding.jax, "devices", lambda: devices[:1])
 
     def run(module, flags: str, *more: str) -> list[dict]:
-        out, figure = tmp_path / "rows" / "rows.jsonl", tmp_path / "figures" / "figure.svg"
+        out, figure = tmp_path / "results" / "results.jsonl", tmp_path / "figures" / "figure.svg"
         paths = ["--out", str(out), "--figure", str(figure)]
         every = ["--data.path", str(corpus.folder), *SMALL.split(), *flags.split()]
         module.main([*paths, "--widths", "32", *more, "--", *every])
@@ -156,28 +156,28 @@ def command(corpus, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_transfer_trains_with_every_rate_and_skips_what_is_done(command, capsys):
     flags = "--steps 2 --eval-every 2 --log-every 1"
-    rows = command(transfer, flags, "--row-scales", "width")
-    assert [row["run"]["learning_rate"] for row in rows] == list(transfer.STEPS["cpu"])
-    assert {row["run"]["model.width"] for row in rows} == {32}
+    results = command(transfer, flags, "--row-scales", "width")
+    assert [result["run"]["learning_rate"] for result in results] == list(transfer.STEPS["cpu"])
+    assert {result["run"]["model.width"] for result in results} == {32}
     assert "| width |" in capsys.readouterr().out
-    assert command(transfer, flags, "--row-scales", "width") == rows
-    assert command(transfer, flags, "--draw") == rows
+    assert command(transfer, flags, "--row-scales", "width") == results
+    assert command(transfer, flags, "--draw") == results
 
 
 @pytest.mark.slow
 def test_coordinates_measures_every_kind_and_skips_what_is_done(command, tmp_path, capsys):
-    rows = command(coordinates, "", "--row-scales", "unit")
-    (row,) = rows
-    assert list(row["changes"]) == ["1", "5", "20"]
-    for kinds in row["changes"].values():
+    results = command(coordinates, "", "--row-scales", "unit")
+    (result,) = results
+    assert list(result["changes"]) == ["1", "5", "20"]
+    for kinds in result["changes"].values():
         assert set(kinds) == set(coordinates.KINDS)
         assert kinds["embedding"]["total"] == kinds["embedding"]["own"] > 0
     # Theorem 4.1: rows that turn by 0.004 move no output by more than that times |x| = sqrt(n)
-    assert 0 < row["changes"]["1"]["query"]["own"] < 0.004 * math.sqrt(32)
+    assert 0 < result["changes"]["1"]["query"]["own"] < 0.004 * math.sqrt(32)
     assert "| total change of | steps | embedding |" in capsys.readouterr().out
-    with (tmp_path / "rows" / "rows.jsonl").open("a") as file:
+    with (tmp_path / "results" / "results.jsonl").open("a") as file:
         file.write('{"run": {"cut')  # as a killed run may leave it
-    assert command(coordinates, "", "--row-scales", "unit") == rows
+    assert command(coordinates, "", "--row-scales", "unit") == results
 
 
 PAGE = Path(__file__).parents[2].joinpath("docs/width.md").read_text("utf-8")
@@ -191,12 +191,12 @@ def test_the_page_says_what_the_rows_say(size, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("| row scale | best at ")
     assert printed in PAGE
-    rows = records.read(RESULTS / f"width-coordinates-{size}.jsonl")
-    for name in coordinates.row_scales(rows):
+    results = records.read(RESULTS / f"width-coordinates-{size}.jsonl")
+    for name in coordinates.row_scales(results):
         powers = {
             step: {
                 kind: f"{exponent(*line):+.2f}"
-                for kind, line in coordinates.lines(rows, name, step, "own").items()
+                for kind, line in coordinates.lines(results, name, step, "own").items()
             }
             for step in (1, 20)
         }
