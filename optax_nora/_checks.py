@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from jax.core import Tracer
-from optax._src import base
 
 from optax_nora._leaves import PyTree
 
@@ -21,6 +20,9 @@ def check_range(
 
 
 def require_params(params: PyTree) -> None:
-    """Raise optax's own message where parameters are needed and missing."""
+    """Raise where parameters are needed and missing."""
     if params is None:
-        raise ValueError(base.NO_PARAMS_MSG)
+        raise ValueError(
+            "params are missing: the step depends on the weights; "
+            "call tx.update(updates, state, params)"
+        )
