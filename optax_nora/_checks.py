@@ -65,6 +65,6 @@ def require_params(params: PyTree) -> None:
     """Raise where parameters are needed and missing."""
     if params is None:
         raise ValueError(
-            "params is None, and this optimizer requires the current value of parameters: call "
-            "update(grads, state, params)"
+            "params are missing: the step depends on the weights; "
+            "call tx.update(updates, state, params)"
         )

@@ -6,9 +6,12 @@ import numpy as np
 import optax
 import peers
 import pytest
+from tolerance import EPS, tolerance
 
 LR, DECAY = 0.01, 0.1
 PEERS = [peers.PEERS["adamp"], peers.PEERS["sgdp"]]
+# In float32 Adam's 1 - b2 = 0.001 is off by 500 eps of itself, in two places.
+BIAS = 1000 * EPS
 
 
 def matrices(seed=0, shape=(24, 40)):
@@ -37,9 +40,9 @@ def test_rows_lose_their_radial_part_where_every_row_is_invariant(make):
     g = across_rows(g, w)
     d = step(make, g, w)
     cosines = np.sum(d * w, axis=0) / np.linalg.norm(d, axis=0) / np.linalg.norm(w, axis=0)
-    assert np.abs(cosines).max() < 1e-6  # float32, and one division by the learning rate
+    assert np.abs(cosines).max() < tolerance(24)
     expected = across_rows(np.float64(plain(make, g)), np.float64(w))
-    np.testing.assert_allclose(d, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(d, expected, rtol=0, atol=BIAS * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("make", PEERS)
@@ -49,7 +52,7 @@ def test_the_matrix_loses_its_radial_part_where_only_the_whole_is_invariant(make
     cosines = np.sum(g * w, axis=0) / np.linalg.norm(g, axis=0) / np.linalg.norm(w, axis=0)
     assert np.abs(cosines).max() > 0.1 / np.sqrt(len(w))  # some row is far from invariant
     d = step(make, g, w)
-    assert abs(np.sum(d * w)) < 1e-6 * np.linalg.norm(d) * np.linalg.norm(w)
+    assert abs(np.sum(d * w)) < tolerance(d.size) * np.linalg.norm(d) * np.linalg.norm(w)
     assert np.abs(np.sum(d * w, axis=0)).max() > 0.1
 
 
@@ -59,18 +62,17 @@ def test_decay_is_a_tenth_where_the_step_was_projected(make, radial, ratio):
     g, w = matrices()
     g = across_rows(g, w) + radial * w
     decay = step(make, g, w, weight_decay=DECAY) - step(make, g, w)
-    if make is PEERS[1]:  # SGDP's is divided by 1 - beta
-        ratio *= 10
-    # A difference of two steps in float32.
-    np.testing.assert_allclose(decay, ratio * DECAY * np.float64(w), rtol=0, atol=2e-5)
+    # A difference of two steps of up to 8; SGDP divides its decay by 1 - beta.
+    ratio *= 10 if make is PEERS[1] else 1
+    expected = ratio * DECAY * np.float64(w)
+    np.testing.assert_allclose(decay, expected, rtol=0, atol=tolerance(24, size=8))
 
 
 @pytest.mark.parametrize("make", PEERS)
 def test_a_radial_gradient_gives_the_plain_optimizer(make):
     g, w = matrices()
     g = g + w
-    # In float32 Adam's 1 - b2 = 0.001 is off by 6e-5 of itself, its root by half of that.
-    np.testing.assert_allclose(step(make, g, w), plain(make, g), rtol=5e-5)
+    np.testing.assert_allclose(step(make, g, w), plain(make, g), rtol=BIAS)
 
 
 @pytest.mark.parametrize("make", PEERS)
@@ -79,14 +81,15 @@ def test_batch_axes_are_judged_one_by_one(make):
     g, h = across_rows(g, w), h + v  # one is invariant, the other is not
     numbers = optax.contrib.MuonDimensionNumbers(1, 2)
     both = step(make, np.stack([g, h]), np.stack([w, v]), weight_dimension_numbers=numbers)
-    np.testing.assert_allclose(both, [step(make, g, w), step(make, h, v)], rtol=0, atol=1e-5)
+    alone = [step(make, g, w), step(make, h, v)]
+    np.testing.assert_allclose(both, alone, rtol=0, atol=tolerance(24, size=8))
 
 
 @pytest.mark.parametrize("make", PEERS)
 def test_the_decay_mask_holds(make):
     g, w = matrices()
     masked = step(make, g, w, weight_decay=DECAY, weight_decay_mask={"kernel": False})
-    np.testing.assert_array_equal(masked, step(make, g, w))
+    np.testing.assert_allclose(masked, step(make, g, w), rtol=0, atol=tolerance(24, size=8))
 
 
 @pytest.mark.parametrize("make", PEERS)

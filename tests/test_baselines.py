@@ -8,11 +8,20 @@ import pytest
 import reference
 from optax.contrib import MuonDimensionNumbers
 from peers import PEERS
+from tolerance import NEWTON_SCHULZ, of_steps
 
 import optax_nora
 from optax_nora import baselines
 
 every_baseline = pytest.mark.parametrize("name", PEERS)
+# By how much a direction stretches what rounding leaves. Adam's 1 - b2 = 0.001 is off by 500 eps
+# of itself. SSO stops bisecting at 2**-20, 8 eps, and divides by singular values down to 0.01.
+CONDITION = {"muon": NEWTON_SCHULZ, "sso": 1000, "adamp": 1000}
+
+
+def rounding(name, steps=4):
+    """Of rows and columns of up to 32, entries of up to 0.1 * 2."""
+    return of_steps(32, 0.2, steps, condition=CONDITION.get(name, 1))
 
 
 def normal(*shape, seed=0):
@@ -81,7 +90,7 @@ def test_step_is_update_and_apply(name):
         params, state = step(jax.tree.map(lambda x: 2 * x, g), state, params, 0.5)
         # Powers of two lose nothing; two programs may contract products and sums differently.
         np.testing.assert_allclose(
-            params["mlp"]["kernel"], expected["mlp"]["kernel"], rtol=0, atol=5e-6
+            params["mlp"]["kernel"], expected["mlp"]["kernel"], rtol=0, atol=rounding(name)
         )
 
 
@@ -91,8 +100,10 @@ def test_the_routing_is_noras(name):
     settings = {"learning_rate": 0.1, "adam_learning_rate": 1e-2, "adam_weight_decay": 0.1}
     ours, nora = (run(make(**settings)) for make in (PEERS[name], optax_nora.nora))
     for a, b in zip(ours, nora, strict=True):
-        np.testing.assert_allclose(a["mlp"]["bias"], b["mlp"]["bias"], rtol=1e-6)
-        np.testing.assert_allclose(a["embed"]["embedding"], b["embed"]["embedding"], rtol=1e-6)
+        # AdamW's 1 - b2 = 0.05 takes a digit.
+        adamw = {"rtol": 0, "atol": of_steps(1, 0.01, 4, condition=20)}
+        np.testing.assert_allclose(a["mlp"]["bias"], b["mlp"]["bias"], **adamw)
+        np.testing.assert_allclose(a["embed"]["embedding"], b["embed"]["embedding"], **adamw)
     assert np.abs(kernels(ours) - kernels(nora)).max() > 1e-3
 
 
@@ -105,8 +116,9 @@ def test_dimension_numbers_turn_it(name):
     tx = PEERS[name](0.1, weight_dimension_numbers=rule, weight_decay=0.1)
     ours = run(tx, turned(PARAMS), turned(GRADS))
     straight = run(PEERS[name](0.1, weight_decay=0.1))
-    # The sums run in another order, which is all: 1e-6 of weights of a few units, over four steps.
-    np.testing.assert_allclose(kernels(ours).swapaxes(-1, -2), kernels(straight), rtol=0, atol=5e-6)
+    # The sums run in another order, which is all.
+    back = kernels(ours).swapaxes(-1, -2)
+    np.testing.assert_allclose(back, kernels(straight), rtol=0, atol=rounding(name))
 
 
 @every_baseline
@@ -122,7 +134,7 @@ def test_a_batch_of_matrices_is_a_loop(name):
             [{"kernel": g["kernel"][i]} for g in grads],
         )
         for a, b in zip(whole, one, strict=True):
-            np.testing.assert_allclose(a["kernel"][i], b["kernel"], rtol=0, atol=5e-6)
+            np.testing.assert_allclose(a["kernel"][i], b["kernel"], rtol=0, atol=rounding(name))
 
 
 # SSO's weights stay on a sphere; AdamP and SGDP decay by themselves: see their own tests.
@@ -133,9 +145,9 @@ def test_weight_decay_and_row_scale_come_after_the_direction(name):
     make = PEERS[name]
     plain = kernels(run(make(0.1, row_scale="unit"), grads=g))[0] - w0
     decayed = kernels(run(make(0.1, row_scale="unit", weight_decay=0.5), grads=g))[0] - w0
-    np.testing.assert_allclose(decayed, plain - 0.1 * 0.5 * w0, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(decayed, plain - 0.1 * 0.5 * w0, rtol=0, atol=rounding(name, 2))
     ratio = kernels(run(make(0.1), grads=g))[0] - w0
-    np.testing.assert_allclose(ratio, 2 * plain, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ratio, 2 * plain, rtol=0, atol=rounding(name, 3))
 
 
 @every_baseline
@@ -171,7 +183,7 @@ def test_errors_are_noras(name):
     with pytest.raises(ValueError, match="nothing says which axes are a row"):
         make(0.1).init({"kernel": jnp.ones((2, 3, 4))})
     tx = make(0.1)
-    with pytest.raises(ValueError, match="requires the current value of parameters"):
+    with pytest.raises(ValueError, match="params are missing"):
         tx.update(PARAMS, tx.init(PARAMS))
 
 
@@ -188,7 +200,7 @@ def test_rmnp_is_nora_without_projection(momentum):
         mu = 0.95 * mu + 0.05 * g
         d = reference.normalize((m * mu + (1 - m) * g).T).T
         w = w - 0.1 * (2 * d + 0.1 * w)
-        np.testing.assert_allclose(ours[t], w, rtol=0, atol=2e-6)  # a few roundings of 3 a step
+        np.testing.assert_allclose(ours[t], w, rtol=0, atol=rounding("rmnp"))
 
 
 # Mano
@@ -202,7 +214,7 @@ def test_mano_alternates_its_sides():
         # Counted from 1, odd steps run along the output axis: the last of a kernel.
         d = reference.direction(mu, w) if t % 2 == 0 else reference.direction(mu.T, w.T).T
         w = w - 0.1 * 2 * d
-        np.testing.assert_allclose(ours[t], w, rtol=0, atol=2e-6)  # a few roundings of 3 a step
+        np.testing.assert_allclose(ours[t], w, rtol=0, atol=rounding("mano"))
 
 
 # Muon
@@ -223,7 +235,7 @@ def test_muon_is_optaxs(nesterov):
         [{"kernel": g} for g in grads],
     )
     for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a["kernel"], b["kernel"], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(a["kernel"], b["kernel"], rtol=0, atol=rounding("muon"))
 
 
 @pytest.mark.parametrize("name", ["muon", "sso"])

@@ -7,6 +7,7 @@ import optax
 import pytest
 import reference
 from optax.contrib import MuonDimensionNumbers
+from tolerance import tolerance
 
 import optax_nora
 from optax_nora import equilibrium_row_norm, row_geometry
@@ -19,6 +20,7 @@ def normal(*shape, seed=0):
 def test_every_field_against_numpy():
     w, g, step = normal(12, 7), normal(12, 7, seed=1), 0.1 * normal(12, 7, seed=2)
     found = jax.jit(row_geometry)({"kernel": w}, {"kernel": g}, {"kernel": step})["kernel"]
+    w, g, step = (np.float64(x) for x in (w, g, step))  # as arccos of what is near 1 takes digits
     norms = np.linalg.norm(w, axis=0)
     cosines = np.abs(np.sum(w * g, axis=0)) / (norms * np.linalg.norm(g, axis=0))
     ends = w + step
@@ -27,8 +29,8 @@ def test_every_field_against_numpy():
         *(cosines.mean(), cosines.max(), norms.min(), norms.mean(), norms.max()),
         *(angles.mean(), angles.max(), 0.0),
     )
-    # NumPy's arccos of a cosine near 1 is the worse of the two.
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # Cosines and angles from 0.1 up, of rows of 12 at length 1.
+    np.testing.assert_allclose(found, expected, rtol=tolerance(12, condition=10))
     assert all(x.dtype == jnp.float32 and x.shape == () for x in found)
 
 
@@ -47,7 +49,7 @@ def test_rows_along_any_axes(shape, numbers):
     rows = [reference.rows_last(x, *axes).reshape(-1, 12) for x in (w, g)]
     kernels = [jnp.asarray(x.T) for x in rows]
     expected = row_geometry({"x": kernels[0]}, {"x": kernels[1]})["x"]
-    np.testing.assert_allclose(found[:5], expected[:5], rtol=1e-6)
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=tolerance(12, condition=10))
 
 
 def test_the_matrices_alone_by_their_paths():
@@ -78,8 +80,8 @@ def test_a_scale_invariant_weight_has_no_radial_gradient():
     for normed in (True, False):
         grads = jax.grad(loss)({"kernel": w}, normed)
         found = row_geometry({"kernel": w}, grads)["kernel"]
-        # Rounding is all that is left of it.
-        assert (found.radial_max < 1e-6) == normed
+        # Rounding is all that is left of it, in gradients that are sums of 5 and of 12.
+        assert (found.radial_max < tolerance(5 + 12, condition=10)) == normed
         assert (found.radial_mean > 0.1) == (not normed)
 
 
@@ -106,8 +108,8 @@ def test_angles_small_and_large(angle):
     w = np.float32([[3.0], [0.0]])
     end = 5 * np.float32([[np.cos(angle)], [np.sin(angle)]])
     found = row_geometry({"w": w}, {"w": w}, {"w": end - w})["w"]
-    # A float32 step of 2 from 3 holds an angle to 1e-7; small ones relative to that.
-    assert found.angle_max == pytest.approx(angle, rel=1e-6, abs=2e-7)
+    # The step is rounded, of up to 8, and seen from 5.
+    assert found.angle_max == pytest.approx(angle, rel=0, abs=tolerance(2, size=8 / 5))
 
 
 def test_noras_own_angle():
@@ -117,7 +119,7 @@ def test_noras_own_angle():
     updates, _ = tx.update(grads, tx.init(params), params)
     found = row_geometry(params, grads, updates)["kernel"]
     angles = np.arctan(lr / np.linalg.norm(w, axis=0))
-    assert found.angle_mean == pytest.approx(angles.mean(), rel=1e-5)
+    assert found.angle_mean == pytest.approx(angles.mean(), rel=tolerance(12))
 
 
 def test_bfloat16_is_measured_in_float32():
@@ -137,9 +139,9 @@ def test_trees_that_differ():
 
 def test_equilibrium_in_numbers():
     # sqrt(0.02 * 4 / (0.1 * (2 - 0.002)))
-    assert equilibrium_row_norm(0.02, 0.1, 2.0) == pytest.approx(0.63277, rel=1e-5)
+    assert equilibrium_row_norm(0.02, 0.1, 2.0) == pytest.approx(0.63277, abs=5e-6)  # its digits
     norms = equilibrium_row_norm(jnp.array([0.01, 0.02]), 0.1)
-    np.testing.assert_allclose(norms, np.sqrt([0.1 / 1.999, 0.2 / 1.998]), rtol=1e-6)
+    np.testing.assert_allclose(norms, np.sqrt([0.1 / 1.999, 0.2 / 1.998]), rtol=tolerance())
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(0.05, 0.5), (0.02, 1.0)])
@@ -153,15 +155,16 @@ def test_rows_end_at_the_equilibrium(lr, weight_decay, start):
         params, state = carry
         grads = {"kernel": jax.random.normal(key, (16, 64))}
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), row_geometry(params, grads, updates)["kernel"].angle_mean
+        turned = row_geometry(params, grads, updates)["kernel"].angle_mean
+        return (optax.apply_updates(params, updates), state), turned
 
     params = {"kernel": start * jnp.asarray(normal(16, 64))}
     keys = jax.random.split(jax.random.key(0), steps)
     (params, _), angles = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), keys))(params)
     norms = np.linalg.norm(params["kernel"], axis=0)
-    # Nothing here is random but the rounding: it is 1e-7 a step, over about 1 / (lr wd) steps.
-    np.testing.assert_allclose(norms, equilibrium_row_norm(lr, weight_decay, 2.0), rtol=2e-5)
-    # Turning by sqrt(2 lr wd) a step, up to terms of the order lr wd.
-    turn = np.sqrt(2 * lr * weight_decay)
-    assert np.mean(angles[-100:]) == pytest.approx(turn, rel=3 * lr * weight_decay)
+    # Nothing here is random but the rounding: of each step, over about 1 / (lr wd) steps.
+    rounding = tolerance(16, condition=1 / (lr * weight_decay))
+    np.testing.assert_allclose(norms, equilibrium_row_norm(lr, weight_decay, 2.0), rtol=rounding)
+    # What decay takes from a row the step across it gives back: it turns by arccos(1 - lr wd).
+    turn = np.arccos(1 - lr * weight_decay)
+    assert np.mean(angles[-100:]) == pytest.approx(turn, rel=rounding)

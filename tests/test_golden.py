@@ -70,7 +70,8 @@ mano = functools.partial(PEERS["mano"], LR)
 # What we measure is 2e-8: weights and steps are below 0.1, and each of the eight steps rounds them
 # by 4e-9 at most, a few times. 5e-7 leaves room for other compilers, and is a 20,000th of a step.
 F32 = 5e-7
-# An average of gradients below 0.11. A heavy ball sums them instead: 1 / (1 - beta) times as much.
+# An average of gradients below 0.11, hence below 0.04 after eight steps, each of which rounds it by
+# 2e-9 at most, three times. A heavy ball sums them instead: 1 / (1 - beta) times as much.
 AVERAGE, HEAVY_BALL = 5e-8, 1e-6
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
+from tolerance import tolerance
 
 import optax_nora
 from optax_nora._momentum import scale_by_momentum
@@ -51,15 +52,15 @@ def test_look_ahead(momentum, meant):
         mu = beta * mu + (1 - beta) * g
         expected.append(meant * mu + (1 - meant) * g)
     ours, _ = run(ahead(beta, momentum), grads(), W)
-    # A few roundings on entries of a few units.
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
+    # Sums of up to five gradients.
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance(5, size=4))
     if meant == 0:
         np.testing.assert_array_equal(ours, grads())
 
 
 def test_without_bias_correction():
     (first,), _ = run(ahead(0.9, momentum=1.0), grads(1), W)
-    np.testing.assert_allclose(first, 0.1 * grads(1)[0], rtol=1e-6)
+    np.testing.assert_allclose(first, 0.1 * grads(1)[0], rtol=tolerance())
 
 
 @pytest.mark.parametrize("mu_dtype", [None, jnp.float32, jnp.bfloat16])
@@ -102,7 +103,7 @@ def test_a_rate_in_bfloat16_does_not_round_the_rest():
     ours, _ = run(ahead(rate), grads(), W)
     exact, _ = run(ahead(float(rate)), grads(), W)
     # The same numbers in float32; float64 in Python rounds once more.
-    np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance(5, size=4))
 
 
 def test_rates_may_be_traced():
@@ -112,7 +113,10 @@ def test_rates_may_be_traced():
         tx = ahead(beta, momentum)
         return tx.update(g, tx.init(w), w)[0]
 
-    np.testing.assert_allclose(jax.jit(update)(0.9, 0.5), update(0.9, 0.5), rtol=1e-6, atol=1e-7)
+    # 1 - 0.9 is taken in float32 or in Python: 10 times the rounding, of a tenth.
+    np.testing.assert_allclose(
+        jax.jit(update)(0.9, 0.5), update(0.9, 0.5), rtol=0, atol=tolerance(size=4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,5 +140,5 @@ def test_rates_out_of_range(kwargs, message):
 
 def test_params_are_needed():
     tx = optax_nora.scale_by_nora()
-    with pytest.raises(ValueError, match="requires the current value of parameters"):
+    with pytest.raises(ValueError, match="params are missing"):
         tx.update(W, tx.init(W))

@@ -11,6 +11,7 @@ import optax
 import pytest
 import reference
 from optax.contrib import MuonDimensionNumbers
+from tolerance import of_steps, tolerance
 
 import optax_nora
 from optax_nora import nora, scale_by_nora
@@ -40,6 +41,12 @@ def run(tx, params, grads):
         params = optax.apply_updates(params, updates)
         trajectory.append(params)
     return trajectory, state
+
+
+def assert_same_steps(ours, theirs, steps):
+    """By programs that may be fused otherwise: rows of up to 32, entries of up to 0.1 * 2."""
+    check = functools.partial(np.testing.assert_allclose, rtol=0, atol=of_steps(32, 0.2, steps))
+    jax.tree.map(check, ours, theirs)
 
 
 def first_updates(tx, params, grads):
@@ -84,8 +91,7 @@ def test_its_steps(settings, scale):
         scale=scale,
     )
     got = np.stack([p["mlp"]["kernel"].T for p in ours])
-    # Four steps of a few roundings each, on weights of up to 4.
-    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=of_steps(8, 0.2, 4))
 
 
 def test_the_rest_is_optaxs_adamw():
@@ -94,9 +100,10 @@ def test_the_rest_is_optaxs_adamw():
     ours, _ = run(tx, model(), GRADS)
     theirs, _ = run(optax.adamw(0.01, **settings), model(), GRADS)
     for a, b in zip(ours, theirs, strict=True):
-        # The same arithmetic, which the compiler may fuse otherwise.
-        np.testing.assert_allclose(a["mlp"]["bias"], b["mlp"]["bias"], rtol=1e-6)
-        np.testing.assert_allclose(a["embed"]["embedding"], b["embed"]["embedding"], rtol=1e-6)
+        # The same arithmetic, which the compiler may fuse otherwise; 1 - b2 = 0.1 takes a digit.
+        rounding = {"rtol": 0, "atol": of_steps(1, 0.01, 4, condition=10)}
+        np.testing.assert_allclose(a["mlp"]["bias"], b["mlp"]["bias"], **rounding)
+        np.testing.assert_allclose(a["embed"]["embedding"], b["embed"]["embedding"], **rounding)
 
 
 def test_the_rates():
@@ -119,8 +126,8 @@ def test_the_rates():
         (nora(jnp.asarray(0.1)), [0.1] * 3, [0.1] * 3),
         (nora(np.float32(0.1)), [0.1] * 3, [0.1] * 3),
     ]:
-        # Steps are differences of weights of about 1, rounded to 1e-7.
-        np.testing.assert_allclose(rates(tx), [matrix, adam], rtol=0, atol=1e-6)
+        # The norms of differences of six weights.
+        np.testing.assert_allclose(rates(tx), [matrix, adam], rtol=0, atol=of_steps(6, 0.1, 1))
 
 
 @pytest.mark.parametrize("form", ["tree", "prefix", "function"])
@@ -138,7 +145,8 @@ def test_weight_decay_mask_holds_for_both_branches(form):
         "embed": {"embedding": 0.97},
     }
     jax.tree.map(
-        lambda w, f, a: np.testing.assert_allclose(a, f * w, rtol=1e-6), params, factors, after
+        lambda w, f, a: np.testing.assert_allclose(a, f * w, rtol=tolerance()),
+        *(params, factors, after),
     )
 
 
@@ -148,8 +156,7 @@ def test_keep_row_norms_after_nora():
     for p in trajectory:
         for name in ("mlp", "out"):
             norms = [np.linalg.norm(x[name]["kernel"], axis=0) for x in (p, model())]
-            # Four steps, each good to a few roundings.
-            np.testing.assert_allclose(*norms, rtol=1e-6)
+            np.testing.assert_allclose(*norms, rtol=4 * tolerance(32))  # four steps
         assert np.all(p["mlp"]["bias"] != model()["mlp"]["bias"])
 
 
@@ -210,8 +217,8 @@ def test_half_precision_steps_are_float32_steps_rounded(dtype):
     )
     for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(high), strict=True):
         assert a.dtype == dtype
-        eps = float(jnp.finfo(dtype).eps)
-        np.testing.assert_allclose(np.float32(a), b, rtol=0.51 * eps, atol=1e-7)
+        eps = float(jnp.finfo(dtype).eps)  # half of it at most, of a step that is off in float32
+        np.testing.assert_allclose(np.float32(a), b, rtol=eps / 2, atol=tolerance(32, size=0.2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -229,7 +236,7 @@ def test_small_gradients_in_float16_move_adams_leaves():
     params = {"kernel": jnp.ones((4, 4), jnp.float16), "bias": jnp.ones(4, jnp.float16)}
     grads = jax.tree.map(lambda x: jnp.full_like(x, 1e-5), params)
     updates = run_once(nora(0.01), params, grads)
-    np.testing.assert_allclose(np.float32(updates["bias"]), -0.01, rtol=1e-3)
+    np.testing.assert_allclose(np.float32(updates["bias"]), -0.01, rtol=2.0**-10)  # its eps
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -256,8 +263,7 @@ def test_float64():
         got = np.stack([p["kernel"].T for p in ours])
     expected, _ = reference.steps(w.T, grads.swapaxes(1, 2), lr=0.1, weight_decay=0.1)
     assert got.dtype == np.float64
-    # Four steps of a few roundings of 2e-16.
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=of_steps(8, 0.1, 4, eps=2.0**-52))
 
 
 def test_complex_matrices_are_real_ones_of_twice_the_length():
@@ -273,14 +279,15 @@ def test_complex_matrices_are_real_ones_of_twice_the_length():
     theirs, _ = run(nora(0.1, row_scale="unit"), {"w": real(w)}, [{"w": real(g)} for g in grads])
     for a, b in zip(ours, theirs, strict=True):
         assert a["w"].dtype == jnp.complex64
-        np.testing.assert_allclose(real(a["w"]), b["w"], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(real(a["w"]), b["w"], rtol=0, atol=of_steps(12, 0.1, 3))
 
 
 def test_a_python_float_is_a_parameter():
     params = {"kernel": jnp.ones((4, 4)), "temperature": 1.0}
     tx = nora(0.1)
     (after,), _ = run(tx, params, [{"kernel": jnp.ones((4, 4)), "temperature": 2.0}])
-    assert after["temperature"] == pytest.approx(0.9, rel=1e-6)
+    # Adam's 1 - b2 = 0.05 takes a digit.
+    assert after["temperature"] == pytest.approx(0.9, abs=of_steps(1, 0.1, 1, condition=20))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +331,7 @@ def test_arguments_out_of_range(settings, message):
 
 def test_params_are_needed():
     tx = nora(0.1)
-    with pytest.raises(ValueError, match="requires the current value of parameters"):
+    with pytest.raises(ValueError, match="params are missing"):
         tx.update(model(), tx.init(model()))
 
 
@@ -377,8 +384,8 @@ def test_donation():
             before = params, state
             params, state = step(params, state, g)
             assert all(x.is_deleted() for x in jax.tree.leaves(before))
-            # Fused otherwise: a rounding or two a step, on weights of up to 4.
-            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), params, want)
+            # Donated buffers may be fused otherwise.
+            assert_same_steps(params, want, len(GRADS))
 
 
 def test_abstract_init():
@@ -415,7 +422,10 @@ def test_vmap_over_update():
     for i in range(2):
         one = run_once(tx, *jax.tree.map(lambda x, i=i: x[i], (models, grads)))
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=0, atol=1e-7), mapped, one
+            lambda a, b, i=i: np.testing.assert_allclose(
+                a[i], b, rtol=0, atol=tolerance(32, size=0.2)
+            ),
+            *(mapped, one),
         )
 
 
@@ -448,7 +458,7 @@ def test_built_inside_a_traced_function_it_leaks_nothing():
     with jax.checking_leaks():
         after = jax.jit(step)(params, GRADS[0], 0.1)
     plain = step(params, GRADS[0], 0.1)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), after, plain)
+    assert_same_steps(after, plain, 1)
 
 
 def test_positional_arguments():
@@ -474,4 +484,4 @@ def test_one_rule_serves_nora_and_its_parts():
         params,
         params,
     )
-    np.testing.assert_allclose(whole["q"], parts["q"], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(whole["q"], parts["q"], rtol=0, atol=tolerance(8))

@@ -1,7 +1,7 @@
 """What must hold of Nora's rows whatever the numbers, and what its paper proves.
 
 Tolerances: with rho = |u| / |h|, the share of a row that the projection leaves, rounding moves the
-direction by about 0.3 eps / rho. We allow 16 eps / rho where nothing else is said.
+direction by about 0.3 eps / rho. We allow 16 eps / rho where nothing else is said: 50 times that.
 """
 
 import functools
@@ -15,10 +15,10 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
+from tolerance import EPS, tolerance
 
 import optax_nora
 
-EPS = float(np.finfo(np.float32).eps)
 OUT_IN = MuonDimensionNumbers(1, 0)  # here rows are rows
 seeds = st.integers(0, 2**32 - 1)
 # A few shapes (rows, fan-in), as each compiles anew.
@@ -93,8 +93,9 @@ def test_the_direction_is_that_of_the_mathematics(pair, direction):
 def test_each_row_is_orthogonal_to_its_weight(pair, direction):
     d, w = np.float64(direction(*pair)), np.float64(pair[1])
     cosine = np.abs(np.sum(d * w, axis=-1)) / np.linalg.norm(w, axis=-1)
-    # The rounding of d alone is up to eps / 2 = 6e-8. One projection would leave eps / rho.
-    assert np.all(cosine[rho_of(*pair) >= 1e-6] <= 8e-8)
+    # The rounding of d alone, by a factor, a quotient and a scale: up to eps / 2 each. One
+    # projection would leave eps / rho.
+    assert np.all(cosine[rho_of(*pair) >= 1e-6] <= tolerance())
 
 
 @every_backend
@@ -103,7 +104,10 @@ def test_each_row_has_length_one(pair, direction):
     norms, rho = np.linalg.norm(np.float64(direction(*pair)), axis=-1), rho_of(*pair)
     # |u| comes from the numbers that it divides, so rho does not matter: a sum, a root, a quotient.
     # Kernels have |u|^2 from |h|^2 in float64, less almost as much.
-    slack = 4 * EPS + (0 if direction is not by_kernels else 8 * 2.2e-16 / rho**2)
+    n = pair[0].shape[1]
+    slack = tolerance(n)
+    if direction is by_kernels:
+        slack = tolerance() + tolerance(n, condition=1 / rho**2, eps=2.0**-52)
     # Noise is under 8 eps, measured to about 1 eps.
     assert np.all((np.abs(norms - 1) <= slack) | ((norms == 0) & (rho < 10 * EPS)))
 
@@ -114,13 +118,13 @@ def test_projection_twice_is_projection_once(pair):
     u = np.asarray(project(h, w))
     moved = np.linalg.norm(project(u, w) - u, axis=-1)
     # It finds rows that are orthogonal to rounding, and moves them by as much.
-    assert np.all(moved <= 4 * EPS * np.linalg.norm(u, axis=-1))
+    assert np.all(moved <= tolerance(h.shape[1]) * np.linalg.norm(u, axis=-1))
 
 
 @given(pairs())
 def test_projection_makes_no_row_longer(pair):
     norms = [np.linalg.norm(np.float64(x), axis=-1) for x in (project(*pair), pair[0])]
-    assert np.all(norms[0] <= norms[1] * (1 + 2 * EPS))
+    assert np.all(norms[0] <= norms[1] * (1 + tolerance(pair[0].shape[1])))
 
 
 @given(pairs(low=-3), st.data())
@@ -261,7 +265,7 @@ def test_no_tangent_rows_of_length_one_descend_faster(pair, seed):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("weight_decay", "tolerance"), [(0.0, 2e-6), (0.1, 1e-4)])
+@pytest.mark.parametrize(("weight_decay", "tolerance"), [(0.0, 5e-6), (0.1, 1e-4)])
 @pytest.mark.parametrize("kind", ["noise", "drift", "loss"])
 def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):
     # |w'|^2 = (1 - lr wd)^2 |w|^2 + (lr s)^2, whatever the gradient; s = 2 for 64 in, 256 out.
@@ -294,7 +298,8 @@ def test_the_norm_identity_over_5000_steps(kind, weight_decay, tolerance):
     # Rows that swing about their target hit it to 8 eps now and then.
     assert np.mean(moved) == 1 if kind != "loss" else np.mean(moved) > 0.999
     # A step rounds the weights by 6e-8 at most, the norm of 64 of them by 7e-9, at random: 5e-7 in
-    # 5,000 steps, and we look at the worst of 256 rows. The decay rounds them all one way.
+    # 5,000 steps, and we allow ten times that for the worst of 256 rows. Decay may round them all
+    # one way, over a memory of 1 / (lr wd) = 1,000 steps: 6e-5.
     norms = np.linalg.norm(np.float64(end), axis=0)
     np.testing.assert_allclose(norms, np.sqrt(square), rtol=tolerance)
 

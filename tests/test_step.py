@@ -15,6 +15,7 @@ import pytest
 import reference
 from boxes import Box
 from optax.contrib import MuonDimensionNumbers
+from tolerance import of_steps, tolerance
 
 import optax_nora
 from optax_nora import _backend
@@ -46,11 +47,16 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
 
-def assert_same(ours, theirs, unit=1.0):
-    """Equal types, and weights of up to 4 that differ by two roundings of ``unit`` of float32's."""
+def assert_same(ours, theirs, steps=3, mu_eps=0.0):
+    """Equal types, and numbers that differ by rounding after steps of rows of up to 32.
+
+    Entries are of up to 0.1 * 2. A momentum stored to ``mu_eps`` may round to either side each
+    time, and turn the next step by as much.
+    """
     assert types(ours) == types(theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=2.4e-7 * unit, atol=2.4e-7)
+        rounding = {"rtol": steps * mu_eps, "atol": of_steps(32, 0.2, steps) + steps * mu_eps * 0.2}
+        np.testing.assert_allclose(np.float64(a), np.float64(b), **rounding)
 
 
 def by_update(tx, params, grads=GRADS):
@@ -96,14 +102,12 @@ def expected(name):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_step_is_update_and_apply(name, backend):
     got = by_step(nora(**{"backend": backend} | SETTINGS[name]), model())
-    # Three steps, each a rounding or two apart; a momentum of bfloat16 may round to either side.
-    assert_same(got[0], expected(name)[0], unit=8)
-    assert_same(got[1], expected(name)[1], 2**16 if name == "low momentum" else 1)
+    assert_same(got, expected(name), mu_eps=2.0**-7 if name == "low momentum" else 0.0)
 
 
 def test_updates_by_kernels():
     got = by_update(nora(backend="pallas", **SETTINGS["decay of some"]), model())
-    assert_same(got, expected("decay of some"), unit=8)
+    assert_same(got, expected("decay of some"))
 
 
 def test_kernels_are_what_pallas_runs():
@@ -116,7 +120,7 @@ def test_kernels_are_what_pallas_runs():
 
 
 @every_backend
-def test_a_step_is_within_2e_7_of_float64(backend):
+def test_a_step_is_within_rounding_of_float64(backend):
     """Of weights near 0, so that none of the step's digits are lost in them."""
     params = jax.tree.map(lambda x: 1e-6 * x, model())
     after, _ = by_step(nora(backend=backend, row_scale="unit"), params, GRADS[:1])
@@ -126,7 +130,8 @@ def test_a_step_is_within_2e_7_of_float64(backend):
         )
         error = (end - w) / 0.1 + reference.direction(g, w)
         # The digits that the gradient has across the weight: docs/numerics.md.
-        assert np.all(np.linalg.norm(error, axis=-1) <= 2e-7 / reference.rho(g, w))
+        bound = tolerance(w.shape[-1], condition=1 / reference.rho(g, w))
+        assert np.all(np.linalg.norm(error, axis=-1) <= bound)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -138,9 +143,13 @@ def test_low_precision(dtype, backend):
     # A sum near the middle of two numbers rounds to either side, and later steps start from there.
     eps = float(jnp.finfo(dtype).eps)
     assert types(got) == types(want)
-    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
-        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=2 * eps, atol=0.1 * eps)
-        assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
+    ours, theirs = (
+        np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(params)])
+        for params in (got[0], want[0])
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=2 * eps, atol=0.1 * eps)
+    # A float32 rounding or ten lie to both sides of a middle of float16 once in some thousand.
+    assert np.mean(ours != theirs) < 0.02
 
 
 @every_backend
@@ -152,7 +161,7 @@ def test_step_and_update_may_alternate(backend):
     updates, state = tx.update(GRADS[1], state, params)
     params, state = tx.step(GRADS[2], state, optax.apply_updates(params, updates))
     want = by_update(nora(optax.linear_schedule(0.1, 0, 4), backend="xla"), model())
-    assert_same((params, state), want, unit=8)
+    assert_same((params, state), want)
 
 
 @every_backend
@@ -162,7 +171,7 @@ def test_grad_scale_is_a_factor_on_every_gradient(backend):
     low = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS[0])
     wide = jax.tree.map(lambda g: 0.3 * g.astype(jnp.float32), low)
     got = jax.jit(tx.step)(low, tx.init(params), params, jnp.float32(0.3))
-    assert_same(got, by_update(nora(0.1, backend="xla"), params, [wide]), unit=4)
+    assert_same(got, by_update(nora(0.1, backend="xla"), params, [wide]), steps=1)
 
 
 def test_clipping_by_the_global_norm_through_grad_scale():
@@ -172,7 +181,7 @@ def test_clipping_by_the_global_norm_through_grad_scale():
     got, _ = tx.step(g, tx.init(params), params, jnp.minimum(1.0, 1.0 / norm))
     chain = optax.chain(optax.clip_by_global_norm(1.0), nora(0.1, backend="xla"))
     want, _ = by_update(chain, params, [g])
-    assert_same(got, want, unit=4)
+    assert_same(got, want, steps=1)
 
 
 @every_backend
@@ -186,7 +195,7 @@ def test_in_place(backend):
             before = params, state
             params, state = step(g, state, params)
             assert all(x.is_deleted() for x in jax.tree.leaves(before))
-    assert_same(params, want, unit=8)
+    assert_same(params, want)
 
 
 def test_the_same_bits_from_run_to_run():
@@ -210,7 +219,7 @@ def test_leaves_without_a_kernel_take_the_ordinary_road():
     # numpy arrays and Python numbers are arrays too
     got = by_step(tx, jax.tree.map(np.asarray, params), grads)
     want = by_update(make(backend="xla"), params, grads)
-    chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=of_steps(15, 0.2, 2))
 
 
 def test_float64():
@@ -219,8 +228,7 @@ def test_float64():
         g = jnp.cos(w)
         pallas, xla = (optax_nora.nora(0.1, backend=backend) for backend in ("pallas", "xla"))
         got, want = by_step(pallas, {"w": w}, [{"w": g}]), by_update(xla, {"w": w}, [{"w": g}])
-    # In float64: two roundings.
-    chex.assert_trees_all_close(got, want, rtol=1e-15, atol=1e-15)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=of_steps(8, 0.1, 1, eps=2.0**-52))
 
 
 @every_backend
@@ -232,7 +240,7 @@ def test_boxes(backend):
     got = by_step(tx, boxed(model()), [boxed(g) for g in GRADS])
     want = by_update(nora(0.1, backend="xla"), boxed(model()), [boxed(g) for g in GRADS])
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    assert_same(*map(jax.tree.leaves, (got, want)), unit=8)
+    assert_same(*map(jax.tree.leaves, (got, want)))
 
 
 @every_backend
@@ -243,7 +251,7 @@ def test_masked_trees(backend):
     grads = [g | {"out": {"kernel": optax.MaskedNode()}} for g in GRADS]
     got = by_step(tx, params, grads)
     want = by_update(nora(0.1, backend="xla"), params, grads)
-    assert_same(got, want, unit=8)
+    assert_same(got, want)
 
 
 # All of optax on the same object
@@ -263,7 +271,7 @@ def test_optax_takes_it_for_one_of_its_own():
         ),
         optax_nora.with_float32_master(tx),
     ):
-        assert_same(by_update(wrapped, model())[0], expected("defaults")[0], unit=8)
+        assert_same(by_update(wrapped, model())[0], expected("defaults")[0])
         assert not hasattr(wrapped, "step")
 
 
@@ -290,7 +298,7 @@ def test_built_inside_a_traced_function_it_leaks_nothing():
     with jax.checking_leaks():
         after = jax.jit(step)(params, GRADS[0], 0.1)
     want, _ = by_update(nora(0.1, beta=0.1, weight_decay=0.1, backend="xla"), params, GRADS[:1])
-    assert_same(after, want, unit=4)
+    assert_same(after, want, steps=1)
 
 
 def test_nothing_is_compiled_twice():
@@ -313,7 +321,7 @@ def test_vmap_is_by_xla():
     mapped = jax.jit(jax.vmap(step))(grads, models)
     for i in range(2):
         one = step(*jax.tree.map(lambda x, i=i: x[i], (grads, models)))
-        assert_same(jax.tree.map(lambda x, i=i: x[i], mapped), one, unit=4)
+        assert_same(jax.tree.map(lambda x, i=i: x[i], mapped), one, steps=1)
 
 
 def test_derivatives_are_xlas():
@@ -327,7 +335,8 @@ def test_derivatives_are_xlas():
         )(model(), GRADS[0], 0.1)
         for backend in ("pallas", "xla")
     )
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    # That of the rate is a sum over all 528 weights.
+    chex.assert_trees_all_close(ours, theirs, rtol=tolerance(528), atol=tolerance(528))
 
 
 # Errors, and what is not there
@@ -346,14 +355,14 @@ def test_a_jax_without_the_kernels_backend(monkeypatch):
         ValueError, match=r"backend='pallas' needs the Triton backend of Pallas, and"
     ):
         nora(0.1, backend="pallas")
-    assert_same(by_step(nora(0.1), model()), expected("defaults"), unit=8)
+    assert_same(by_step(nora(0.1), model()), expected("defaults"))
 
 
 @every_backend
 def test_params_are_needed(backend):
     tx = nora(0.1, backend=backend)
     for call in (tx.update, tx.step):
-        with pytest.raises(ValueError, match="requires the current value of parameters"):
+        with pytest.raises(ValueError, match="params are missing"):
             call(GRADS[0], tx.init(model()), None)
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from tolerance import NEWTON_SCHULZ, tolerance
 
 from benchmarks import collectives, measure, paper_table, plot, step
 from benchmarks.sets import SETS, matrices, row_axes
@@ -42,14 +44,13 @@ def test_sets_have_the_same_weights_and_rows_in_every_layout(layout, rows):
     assert gate[output] == 172
 
 
-def test_time_steps_runs_the_step_and_sees_its_memory():
+def test_time_steps_gives_the_times_of_a_step_and_of_compiling_it():
     def step(x, y):
         return jnp.tanh(x @ y)
 
     timing = measure.time_steps(step, jnp.ones((64, 64)), jnp.ones((64, 64)), seconds=0, repeats=3)
-    assert 0 < timing.seconds < 1
+    assert timing.seconds > 0
     assert timing.compile_seconds > 0
-    assert measure.copy_bandwidth() > 1e8  # no machine is as slow as 0.1 GB/s
 
 
 def test_a_case_out_of_memory_is_a_row_that_says_so(capsys):
@@ -72,11 +73,14 @@ def test_paper_table_holds_both_ways_beside_the_papers_numbers():
 def test_both_ways_of_the_paper_table_do_what_they_say():
     h, w = jax.random.normal(jax.random.key(0), (2, 24, 40))
     d = paper_table.project_normalize(h, w)
-    assert jnp.allclose(jnp.linalg.norm(d, axis=1), 1, atol=1e-6)
-    assert jnp.allclose(jnp.sum(d * w, axis=1), 0, atol=1e-5)
-    # Five iterations bring singular values to about 1, within the 0.3 that Muon's authors accept.
-    values = jnp.linalg.svd(paper_table.newton_schulz(h, w), compute_uv=False)
-    assert jnp.all(jnp.abs(values - 1) < 0.35)
+    assert jnp.allclose(jnp.linalg.norm(d, axis=1), 1, rtol=0, atol=tolerance(40))
+    cosines = jnp.sum(d * w, axis=1) / jnp.linalg.norm(w, axis=1)
+    assert jnp.allclose(cosines, 0, rtol=0, atol=tolerance(40))
+    muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
+    rounding = tolerance(40, condition=NEWTON_SCHULZ)
+    for g in (h, h.T):
+        theirs, _ = muon.update(g, muon.init(g))
+        assert jnp.allclose(paper_table.newton_schulz(g, w), theirs, rtol=0, atol=rounding)
 
 
 def test_collectives_are_counted_by_kind_and_size():

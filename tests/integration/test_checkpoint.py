@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from peers import PEERS
+from tolerance import of_steps
 
 import optax_nora
 
@@ -115,4 +116,5 @@ def test_the_run_goes_on(tmp_path):
         if mesh == here:
             chex.assert_trees_all_equal(got, want)
         else:
-            chex.assert_trees_all_close(got, want, atol=1e-6)
+            # One step of rows of up to 32, entries of up to 0.05 * 2 ** 0.5.
+            chex.assert_trees_all_close(got, want, rtol=0, atol=of_steps(32, 0.1, 1))

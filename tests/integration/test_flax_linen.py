@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from tolerance import tolerance
 
 import optax_nora
 
@@ -128,8 +129,9 @@ def assert_routed(before, after):
             norms = jnp.sqrt(jnp.sum(step**2, axis=MATRICES[path]))
             moved = norms[norms > 0]  # a relu may be dead
             assert moved.size > 0.8 * norms.size, path
-            # The step is a difference of weights of order 1, which round to 1e-7.
-            chex.assert_trees_all_close(moved, jnp.full_like(moved, 0.05), rtol=1e-5)
+            # A difference of weights of up to 1, 24 a row: their rounding, by the step.
+            want = jnp.full_like(moved, 0.05)
+            chex.assert_trees_all_close(moved, want, rtol=tolerance(24, condition=20))
         else:
             # The sign of the gradient, less where that is next to 0: as for a key's bias.
             assert 0.8 * 0.03 < float(jnp.abs(step).max()) < 1.001 * 0.03, path

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
+from tolerance import of_steps, tolerance
 
 import optax_nora
 
@@ -143,8 +144,9 @@ def assert_routed(matrices, before, after, nora_step, adam_step):
             # A row without gradient stays: a relu may be dead.
             moved = norms[norms > 0]
             assert moved.size > 0.8 * norms.size, path
-            # The step is a difference of weights of order 1, which round to 1e-7.
-            chex.assert_trees_all_close(moved, jnp.full_like(moved, nora_step), rtol=1e-5)
+            # A difference of weights of up to 1, 24 a row: their rounding, by the step.
+            want = jnp.full_like(moved, nora_step)
+            chex.assert_trees_all_close(moved, want, rtol=tolerance(24, condition=1 / nora_step))
         else:
             # Adam's first step is the sign of the gradient, less where that is next to 0: a key's
             # bias has none but rounding.
@@ -185,7 +187,9 @@ def test_split_and_merge_is_the_same_run():
         params, state = step(params, state)
         train_step(model, optimizer)
     got, want = by_path(params), by_path(nnx.state(model, nnx.Param))
-    chex.assert_trees_all_close(got, want, atol=1e-6)  # another program, fused otherwise
+    # Another program. A gradient's small entries are off by more of themselves than the large ones,
+    # of which they are sums, and Adam brings all to one size.
+    chex.assert_trees_all_close(got, want, rtol=0, atol=of_steps(16, 0.1, 3, condition=1000))
 
 
 def test_low_precision_parameters():

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 from peers import PEERS
+from tolerance import NEWTON_SCHULZ, of_steps
 
 import optax_nora
 
@@ -25,6 +26,9 @@ SPECS = [
     *(P(), P(("x", "y")), P(None, ("x", "y")), P(None, None, ("x", "y"))),
     *(P("x", "y"), P("y", None, "x"), P(None, "x", "y")),
 ]
+# Three steps of rows of up to 128 weights, "joined"; entries of up to 0.05 * 4, "split". What is
+# sharded is summed in another order, and small blocks by other vector instructions.
+ROUNDING = of_steps(128, 0.2, 3)
 # One leaf for each way to lie in an array and each spec, vectors for AdamW: one program has all.
 LAYOUTS = {f"{kind} {spec}": (kind, spec) for kind in NUMBERS for spec in SPECS}
 LAYOUTS |= {f"bias {spec}": ("bias", spec) for spec in (P(), P("y"))}
@@ -127,14 +131,12 @@ def test_every_axis_and_pair_of_axes(mesh):
         params, state = run(step, before, state, grads)
     assert_state_follows(before, state)
     assert_state_follows(params, state)
-    # Another order of additions, or other vector instructions for the smaller blocks.
     want = {name: on_one_device()[LAYOUTS[name][0]] for name in LAYOUTS}
-    chex.assert_trees_all_close(flat(jax.device_get(params)), want, atol=1e-6)
+    chex.assert_trees_all_close(flat(jax.device_get(params)), want, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.usefixtures("optimized")  # two programs to the same bits
-def test_exact_where_no_reduction_axis_is_sharded():
-    """There each device does with its block what it would do alone: bit for bit.
+def test_alone_where_no_reduction_axis_is_sharded():
+    """There each device does with its block what it would do alone.
 
     Alone is inside `jax.shard_map`, where a device knows of no other.
     """
@@ -151,7 +153,7 @@ def test_exact_where_no_reduction_axis_is_sharded():
     alone = jax.shard_map(step_of(tx), mesh=mesh, in_specs=(*specs, specs[0]), out_specs=specs)
     got, _ = run(jax.jit(step_of(tx)), params, state, grads)
     want, _ = run(jax.jit(alone), params, state, grads)
-    chex.assert_trees_all_equal(got, want)
+    chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
 
 class TestInit:
@@ -201,7 +203,8 @@ class TestZeRO1:
         state = jax.device_put(tx.init(params), where)
         step = jax.jit(step_of(tx), out_shardings=(whole, where))
         got, state = run(step, params, state, grads)
-        chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
+        got, want = jax.device_get(got), jax.device_get(want)
+        chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
         assert got["kernel"].sharding.is_equivalent_to(whole["kernel"], 3)
         mu = optax.tree.get(state.inner_states["matrix"], "mu")["kernel"]
         assert mu.sharding.is_equivalent_to(split["kernel"], 3)
@@ -222,7 +225,10 @@ def test_baselines(mesh, name):
     params, *grads = (jax.device_put(tree, where) for tree in (params, *grads))
     with jax.set_mesh(mesh):
         got, state = run(jax.jit(step_of(tx)), params, tx.init(params), grads)
-    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
+    # Rows of 8, and Muon's products of up to 16 terms; entries of up to 0.05 times the fan ratio.
+    rounding = of_steps(16, 0.1, 3, condition=NEWTON_SCHULZ if name == "muon" else 1)
+    got, want = jax.device_get((got, want))
+    chex.assert_trees_all_close(got, want, rtol=0, atol=rounding)
     mu = optax.tree.get(state.inner_states["matrix"], "mu")
     for spec, sharding in where.items():
         assert mu[spec].sharding.is_equivalent_to(sharding, 2), spec

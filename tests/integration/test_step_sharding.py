@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from tolerance import of_steps
 
 import optax_nora
 
@@ -19,6 +20,9 @@ P = PartitionSpec
 SHAPE = (4, 16, 8)
 # Rows along the middle axis, for one kernel, and along the last, for the other.
 RULE = optax_nora.by_path({"middle": MuonDimensionNumbers(1, 2), "**": MuonDimensionNumbers(2, 1)})
+# Two steps of rows of up to 16, entries of up to 0.05 * 2 ** 0.5. Split rows are summed in another
+# order, and blocks may be vectorised otherwise than the whole.
+ROUNDING = of_steps(16, 0.1, 2)
 SPECS = {
     "replicated": P(),
     "layers": P("x"),
@@ -90,11 +94,8 @@ def test_equals_one_device_and_gathers_nothing(name, kind):
     assert all(x.sharding.is_equivalent_to(where, 3) for x in jax.tree.leaves(params))
     mu = optax.tree.get(state.inner_states["matrix"], "mu")
     assert all(x.sharding.is_equivalent_to(where, 3) for x in jax.tree.leaves(mu))
-    want = on_one_device()
-    if rows == 0:  # each device does with its rows what one does with all
-        chex.assert_trees_all_equal(jax.device_get((params, state)), want)
-    # Another order of additions.
-    chex.assert_trees_all_close(jax.device_get((params, state)), want, rtol=0, atol=1e-6)
+    got = jax.device_get((params, state))
+    chex.assert_trees_all_close(got, on_one_device(), rtol=0, atol=ROUNDING)
 
 
 def test_kernels_run_on_local_shards():
@@ -125,8 +126,8 @@ class TestInShardMap:
             step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=check_vma
         )
         assert "pallas_call" in str(jax.make_jaxpr(split)(params, g))
-        got = jax.device_get(jax.jit(split)(params, g))
-        chex.assert_trees_all_close(got, jax.device_get(jax.jit(step)(params, g)), atol=1e-6)
+        got, want = jax.device_get((jax.jit(split)(params, g), jax.jit(step)(params, g)))
+        chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
     def test_split_rows_are_xlas(self):
         mesh, specs = mesh_of("Auto"), {"middle": P(None, "x")}
@@ -142,8 +143,8 @@ class TestInShardMap:
             functools.partial(step, tx), mesh=mesh, in_specs=(specs, specs), out_specs=specs
         )
         assert "pallas_call" not in str(jax.make_jaxpr(split)(params, g))
-        got = jax.device_get(jax.jit(split)(params, g))
-        chex.assert_trees_all_close(got, jax.device_get(step(whole, params, g)), atol=1e-6)
+        got, want = jax.device_get((jax.jit(split)(params, g), step(whole, params, g)))
+        chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
     def test_over_one_axis_of_two_it_is_xlas(self):
         """Inside, the other axis is the partitioner's."""
@@ -159,7 +160,8 @@ class TestInShardMap:
         where = NamedSharding(mesh, P("x", None, "y"))
         got = jax.jit(split)(*jax.device_put((params, g), where))
         want = jax.jit(step)(params, g)
-        chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
+        got, want = jax.device_get((got, want))
+        chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -171,7 +173,8 @@ def test_a_mesh_of_more_axes_than_a_leaf_and_a_mesh_in_context(kind):
         placed = jax.device_put((g, params), where)
         got, _ = jax.jit(tx.step)(placed[0], tx.init(placed[1]), placed[1])
     want, _ = jax.jit(tx.step)(g, tx.init(params), params)
-    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(want))
+    got, want = jax.device_get((got, want))
+    chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
 
 def test_a_state_split_further_than_its_parameter():
@@ -189,7 +192,8 @@ def test_a_state_split_further_than_its_parameter():
     # The new weights, and nothing else: a device's 4 × 16 × 2 of them.
     assert sent == {"all-gather": 4 * math.prod((4, 16, 2))}
     got, state = step(g, state, placed)
-    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(want))
+    got, want = jax.device_get((got, want))
+    chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
 
 
 def test_eager_on_a_mesh():
@@ -197,5 +201,5 @@ def test_eager_on_a_mesh():
     placed, g_placed = jax.device_put((params, g), NamedSharding(mesh_of("Auto"), P("x")))
     got, _ = tx.step(g_placed, tx.init(placed), placed)
     want, _ = tx.step(g, tx.init(params), params)
-    np.testing.assert_array_equal(got["middle"], want["middle"])
+    np.testing.assert_allclose(got["middle"], want["middle"], rtol=0, atol=ROUNDING)
     assert got["middle"].sharding.is_equivalent_to(placed["middle"].sharding, 3)
