@@ -131,7 +131,7 @@ class Config:
     base_fan_in: int | None = None
     """Fan-in at which the learning rate was tuned, for `row_scale` width."""
     fused: bool = True
-    """Let Nora write the parameters itself where it can, on a GPU by kernels."""
+    """Let the optimizer write the parameters itself where it can, Nora on a GPU by kernels."""
     clip: float = 1.0
     """Gradients longer than this, all leaves taken together, are shortened to it."""
     warmup: int = 1_000

@@ -3,17 +3,16 @@
 `Rates` are arguments of the compiled step, not constants in it: one compile serves a sweep.
 """
 
-import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
 import optax_nora
 from examples.llama.config import Config, UserError
+from optax_nora import baselines
 
 
 class Rates(NamedTuple):
@@ -33,47 +32,63 @@ class Recipe(NamedTuple):
     learning_rate: float
     weight_decay: float = 0.1
     adam_learning_rate: float = 5e-3
+    options: tuple[str, ...] = ()  # settings of the run that it takes
 
 
-def plain(matrix_rule: Callable[..., optax.GradientTransformation]) -> Callable:
-    """`matrix_rule` for the matrices and AdamW for the rest, routed as Nora is."""
+def _peer(rule: Callable[..., optax.GradientTransformation]) -> Callable:
+    """`rule` for the matrices and AdamW for the rest, routed as Nora is."""
 
-    def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
-        def label(params):
-            mask = optax_nora.matrix_mask(params, weight_dimension_numbers)
-            return jax.tree.map(lambda matrix: "matrix" if matrix else "other", mask)
-
-        rules: dict[Hashable, optax.GradientTransformation] = {
-            "matrix": matrix_rule(learning_rate, weight_decay),
-            "other": optax.adamw(adam_learning_rate, b2=0.95, eps=1e-10, weight_decay=0.0),
-        }
-        return optax.partition(rules, label)
+    def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers, **options):
+        return optax_nora.with_adamw(
+            rule(**options),
+            learning_rate,
+            weight_decay,
+            adam_learning_rate=adam_learning_rate,
+            weight_dimension_numbers=weight_dimension_numbers,
+        )
 
     return make
 
 
-def _adamw(learning_rate, weight_decay):
-    return optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay)
+def _shaped(part: Callable[..., optax.GradientTransformation]) -> Callable:
+    """A part whose rows are about one long, and then Nora's row scale."""
+
+    def rule(row_scale="fan_ratio", base_fan_in=None, **options):
+        scale = optax_nora.scale_by_row_shape(row_scale, base_fan_in=base_fan_in)
+        return optax.chain(part(**options), scale)
+
+    return rule
 
 
-def _sgd(learning_rate, weight_decay):
+def _decaying(part: Callable[..., optax.GradientTransformation]) -> Callable:
+    """A part that decays the weights itself."""
+
+    def make(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
+        rule = _peer(lambda: part(weight_decay=weight_decay))
+        return rule(learning_rate, 0.0, adam_learning_rate, weight_dimension_numbers)
+
+    return make
+
+
+def _sso(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers):
+    rule = _peer(baselines.scale_by_sso)
     return optax.chain(
-        optax.trace(decay=0.9),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+        rule(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbers),
+        baselines.to_spectral_sphere(weight_dimension_numbers=weight_dimension_numbers),
     )
 
 
+SCALE = ("row_scale", "base_fan_in")
 RECIPES = {
-    "nora": Recipe(optax_nora.nora, 0.005, weight_decay=0.0),
-    "rmnp": Recipe(optax_nora.baselines.rmnp, 0.005),
-    "mano": Recipe(optax_nora.baselines.mano, 0.005),
-    "muon": Recipe(optax_nora.baselines.muon, 0.01),
-    "sso": Recipe(optax_nora.baselines.sso, 0.01),
-    "adamw": Recipe(plain(_adamw), 0.002),
-    "adamp": Recipe(optax_nora.baselines.adamp, 0.002),
-    "sgdp": Recipe(optax_nora.baselines.sgdp, 0.1),
-    "sgd": Recipe(plain(_sgd), 0.3),
+    "nora": Recipe(optax_nora.nora, 0.005, 0.0, options=("momentum", *SCALE)),
+    "rmnp": Recipe(_peer(_shaped(baselines.scale_by_rmnp)), 0.005, options=("momentum", *SCALE)),
+    "mano": Recipe(_peer(_shaped(baselines.scale_by_mano)), 0.005, options=SCALE),
+    "muon": Recipe(_peer(_shaped(baselines.scale_by_muon)), 0.01, options=SCALE),
+    "sso": Recipe(_sso, 0.01),
+    "adamw": Recipe(_peer(lambda: optax.scale_by_adam(b2=0.95)), 0.002),
+    "adamp": Recipe(_decaying(baselines.scale_by_adamp), 0.002),
+    "sgdp": Recipe(_decaying(baselines.scale_by_sgdp), 0.1),
+    "sgd": Recipe(_peer(lambda: optax.trace(decay=0.9)), 0.3),
 }
 
 
@@ -82,7 +97,7 @@ def recipe(config: Config) -> Recipe:
     if config.optimizer not in RECIPES:
         raise UserError(f"unknown optimizer {config.optimizer!r}: choose from {', '.join(RECIPES)}")
     default = RECIPES[config.optimizer]
-    given = {name: getattr(config, name) for name in default._fields[1:]}
+    given = {name: getattr(config, name) for name in default._fields[1:4]}
     return default._replace(**{name: x for name, x in given.items() if x is not None})
 
 
@@ -109,17 +124,19 @@ def dimension_numbers(config: Config):
 
 
 def is_fused(config: Config) -> bool:
-    """Whether `nora(...).step` takes the steps: it can with no more than clipping around it."""
-    return config.fused and config.optimizer == "nora" and config.precision != "bfloat16_master"
+    """Whether the optimizer's own `step` takes the steps: with no more than clipping around it."""
+    bare = make_bare(config, peak_rates(config))
+    alone = config.precision != "bfloat16_master"
+    return config.fused and alone and isinstance(bare, optax_nora.StepTransformation)
 
 
 def make_bare(config: Config, rates: Rates) -> Any:
     """The optimizer with nothing around it."""
     chosen = recipe(config)
-    names = ("momentum", "row_scale", "base_fan_in")
-    given = {name: getattr(config, name) for name in names}
-    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    if unknown := set(options) - set(inspect.signature(chosen.make).parameters):
+    settings = {option for known in RECIPES.values() for option in known.options}
+    given = {name: getattr(config, name) for name in settings}
+    options = {name: x for name, x in given.items() if x is not None}
+    if unknown := set(options) - set(chosen.options):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     return chosen.make(
         rates.matrix,

@@ -76,8 +76,13 @@ def best_of(results: list[dict], fields: dict) -> dict:
 
 def with_rates(config: Config) -> Config:
     """With the recommended values written out, so that a result says what was run."""
-    chosen = recipe(config)._asdict()
-    return dataclasses.replace(config, **{k: v for k, v in chosen.items() if k != "make"})
+    chosen = recipe(config)
+    return dataclasses.replace(
+        config,
+        learning_rate=chosen.learning_rate,
+        weight_decay=chosen.weight_decay,
+        adam_learning_rate=chosen.adam_learning_rate,
+    )
 
 
 def same_program(a: Config, b: Config) -> bool:

@@ -349,7 +349,8 @@ def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus
     [
         ({}, True),
         ({"fused": False}, False),
-        ({"optimizer": "rmnp"}, False),
+        ({"optimizer": "rmnp"}, True),
+        ({"optimizer": "sso"}, False),
         ({"precision": "bfloat16_master"}, False),
         ({"precision": "bfloat16"}, True),
     ],
