@@ -1,0 +1,241 @@
+"""Blocks of rows made orthonormal: between Nora, blocks of one row, and Muon, one block of all.
+
+A block is b consecutive rows of one matrix, a (b, fan_in) matrix A. The orthonormal matrix nearest
+to it is its polar factor ``U V^T = (A A^T)^(-1/2) A``. That needs A twice: for the b x b Gram matrix
+``A A^T``, and to be multiplied by its inverse root; all iterations are on b x b matrices. Both
+products contract over the axes where they lie, and only the output axis is cut: so nothing is
+transposed, and a device that holds whole blocks of whole rows sends nothing.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from optax_nora._axes import Rows
+from optax_nora._rows import normalize, product, project_and_normalize, split, unit
+
+Array = jax.Array
+
+# What is added to the eigenvalues of a Gram matrix, as a part of the greatest. It is above all
+# rounding, so that none is negative, where iterations would diverge.
+SHIFT = 1e-6
+# Each a x + b x^3 + c x^5 is the quintic nearest to 1 on what those before it make of
+# [SHIFT ** 0.5, 1]; all together take this interval to 1 +- 9.2e-4. The idea is that of Amsel,
+# Persson, Musco and Gower, "The Polar Express" (arXiv 2505.16932); the tests remake the numbers.
+QUINTICS = (
+    (8.4703288, -25.1080747, 18.6292756),
+    (4.18283418, -3.10870111, 0.580606681),
+    (3.96185728, -2.95406375, 0.562976118),
+    (3.28658622, -2.46472013, 0.507357694),
+    (2.27374999, -1.64466037, 0.416190927),
+    (1.8887162, -1.26515723, 0.376518926),
+)
+
+
+def block_size(shape: tuple[int, ...], rows: Rows, block_rows: int) -> int:
+    """Rows in a block: not more than a matrix has, nor than can be orthonormal."""
+    return min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
+
+
+def orthonormalize(u: Array, rows: Rows, block_rows: int, eps: Any) -> Array:
+    """Each block of ``block_rows`` consecutive rows orthonormal, then each row of length 1.
+
+    Args:
+      u: float32 at the least. Complex rows are real ones of twice the length.
+      rows: its rows. Blocks are counted in the order of the output axes, over all devices.
+      block_rows: rows in a block: the last one of a matrix may have fewer, and none has more than
+        ``fan_in``. With 1 this is `normalize`, bit for bit.
+      eps: a row shorter than this ends shorter than 1 in proportion. A row of 0 stays 0.
+
+    Returns:
+      An array like ``u``: the polar factors of blocks of rows made equally long first, as the
+      length of a row's gradient says nothing in Nora. Then no row is lost beside longer ones.
+    """
+    if block_size(u.shape, rows, block_rows) <= 1:
+        return normalize(u, rows, eps)
+    even, power = _even(u, rows)
+    (square,) = rows.sums(product(even, even))
+    mixed = mix(unit(even, square, 0), rows, block_rows)
+    return normalize(mixed, rows, 0) * _shortfall(square, power, eps)
+
+
+def project_and_orthonormalize(
+    h: Array, w: Array, rows: Rows, block_rows: int, eps: Any, project: bool = True
+) -> Array:
+    """`orthonormalize`, and with ``project`` rows across their weights before and after it.
+
+    A row of h that is noise across its weight is 0, and no part of its block. Rows end exactly
+    across their weights at length exactly 1; blocks end a little less than orthonormal.
+    """
+    if not project:
+        return orthonormalize(h, rows, block_rows, eps)
+    if block_size(h.shape, rows, block_rows) <= 1:
+        return project_and_normalize(h, w, rows, eps)
+    even, power = _even(h, rows)
+    u, square, _ = split(even, w, rows)
+    mixed = mix(unit(u, square, 0), rows, block_rows)
+    return project_and_normalize(mixed, w, rows, 0) * _shortfall(square, power, eps)
+
+
+def _even(u: Array, rows: Rows) -> tuple[Array, Array]:
+    """Rows times powers of two, so that no square over- or underflows, and these powers."""
+    greatest = rows.greatest(jax.lax.stop_gradient(jnp.abs(u)))
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(greatest), greatest, 1))
+    power = jnp.ldexp(jnp.ones_like(greatest), jnp.clip(-exponent, -126, 126))
+    return u * power, power
+
+
+def _shortfall(square: Array, power: Array, eps: Any) -> Array:
+    """The length that `unit` gives a row: 1, or less for a row shorter than eps."""
+    norm = jnp.sqrt(jnp.where(square == 0, 1, square)) / power
+    return jnp.where(square == 0, 1, norm / jnp.maximum(norm, eps))
+
+
+def mix(u: Array, rows: Rows, block_rows: int) -> Array:
+    """The polar factor of each block of unit rows; rows of 0 stay 0.
+
+    A block's singular values that are at least 1/100 of its greatest end in 0.98 to 1.01, those
+    of 1/1000 in 0.5 to 1.01, and none ends above 1.01.
+    """
+    sharding = jax.typeof(u).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return _mix(u, rows, block_rows)
+    # Explicit axes refuse a contraction over a split axis, and to cut a split axis into blocks.
+    spec = sharding.spec
+    reduction, output, inner = (
+        _mesh_axes(spec, axes) for axes in (rows.reduction, rows.output[:1], rows.output[1:])
+    )
+    whole = tuple(None if axis in rows.output[1:] else name for axis, name in enumerate(spec))
+    local_rows = rows._replace(
+        reduction_mesh=rows.reduction_mesh + reduction, output_mesh=rows.output_mesh + output
+    )
+    # Only the first output axis may be split: rows are counted through the others.
+    return jax.shard_map(
+        lambda x: _mix(x, local_rows, block_rows),
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec(*whole),
+        out_specs=PartitionSpec(*whole),
+    )(jax.sharding.reshard(u, PartitionSpec(*whole)) if inner else u)
+
+
+def _mesh_axes(spec: PartitionSpec, axes: tuple[int, ...]) -> tuple[str, ...]:
+    named = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
+    return tuple(n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def _mix(u: Array, rows: Rows, block_rows: int) -> Array:
+    """`mix` of what a device holds: all output axes in one, and all rows of the blocks in it."""
+    size = block_size(u.shape, rows, block_rows)
+    others = [axis for axis in range(u.ndim) if axis not in rows.output]
+    axis = sum(other < rows.output[0] for other in others)
+    # Output axes next to each other, as they nearly always are, need no transpose.
+    order = [*others[:axis], *rows.output, *others[axis:]]
+    moved = jnp.transpose(u, order)
+    shape = [u.shape[other] for other in others]
+    shape.insert(axis, math.prod(u.shape[a] for a in rows.output))
+    kept = [*others[:axis], rows.output[0], *others[axis:]]
+    one = rows._replace(reduction=tuple(map(kept.index, rows.reduction)), output=(axis,))
+    mixed = _mix_axis(moved.reshape(shape), one, size)
+    inverse = sorted(range(u.ndim), key=order.__getitem__)
+    return jnp.transpose(mixed.reshape(moved.shape), inverse)
+
+
+def _mix_axis(u: Array, rows: Rows, size: int) -> Array:
+    """`mix` of rows numbered by one axis, with their neighbours from other devices if need be."""
+    (axis,) = rows.output
+    held = u.shape[axis]
+    if not rows.output_mesh or held % size == 0:
+        return _mix_local(u, rows, size)
+    # A block straddles devices: each mixes all blocks of which it holds a row.
+    start = jax.lax.axis_index(rows.output_mesh) * held
+    devices = jax.lax.axis_size(rows.output_mesh)
+    before, after = _neighbours(u, axis, size - 1, rows.output_mesh, devices)
+    blocks = max(-(-(k * held % size + held) // size) for k in range(devices))
+    rest = jnp.zeros_like(u, shape=(*u.shape[:axis], size * blocks, *u.shape[axis + 1 :]))
+    near = jnp.concatenate([before, u, after, rest], axis)
+    first = before.shape[axis] - start % size
+    near = jax.lax.dynamic_slice_in_dim(near, first, size * blocks, axis)
+    return jax.lax.dynamic_slice_in_dim(_mix_local(near, rows, size), start % size, held, axis)
+
+
+def _neighbours(
+    u: Array, axis: int, count: int, mesh_axes: tuple[str, ...], devices: int
+) -> tuple[Array, Array]:
+    """``count`` rows before and after a device's own, or all there are; 0 past the matrix."""
+    held = u.shape[axis]
+    before, after = [], []
+    for hop in range(1, devices):
+        take = min(held, count - (hop - 1) * held)
+        if take <= 0:
+            break
+        last = jax.lax.slice_in_dim(u, held - take, None, axis=axis)
+        first = jax.lax.slice_in_dim(u, 0, take, axis=axis)
+        up = [(k, k + hop) for k in range(devices - hop)]
+        down = [(k, j) for j, k in up]
+        before.insert(0, jax.lax.ppermute(last, mesh_axes, up))
+        after.append(jax.lax.ppermute(first, mesh_axes, down))
+    return jnp.concatenate(before, axis), jnp.concatenate(after, axis)
+
+
+def _mix_local(u: Array, rows: Rows, size: int) -> Array:
+    """`mix` of blocks that begin with an array and lie in it; the rest of rows is a block too."""
+    (axis,) = rows.output
+    whole = u.shape[axis] // size * size
+    parts = [
+        part.reshape(*u.shape[:axis], -1, min(size, part.shape[axis]), *u.shape[axis + 1 :])
+        for part in jnp.split(u, [whole], axis)
+        if part.size
+    ]
+    # Axes by number: `axis` numbers blocks, the next one a block's rows, one more its columns.
+    axes = tuple(range(u.ndim + 1))
+    columns = tuple(u.ndim + 1 if a == axis + 1 else a for a in axes)
+    batch = tuple(a + (a > axis) for a in rows.batch(u.ndim))
+    matrix = (*batch, axis, axis + 1, u.ndim + 1)
+    grams = [
+        jnp.real(_einsum(part, axes, part.conj(), columns, matrix)) for part in parts
+    ]
+    pads = [(0, size - gram.shape[-1]) for gram in grams]
+    grams = [jnp.pad(g, [(0, 0)] * (g.ndim - 2) + [pad] * 2) for g, pad in zip(grams, pads)]
+    gram = jnp.concatenate(grams, axis=-3)
+    roots = inverse_root(jax.lax.psum(gram, rows.reduction_mesh) if rows.reduction_mesh else gram)
+    mixed = []
+    for part, root in zip(parts, jnp.split(roots, [whole // size], axis=-3), strict=False):
+        held = part.shape[axis + 1]
+        out = _einsum(root[..., :held, :held], matrix, part, columns, axes)
+        mixed.append(out.reshape(*u.shape[:axis], -1, *u.shape[axis + 1 :]))
+    return jnp.concatenate(mixed, axis)
+
+
+def _einsum(*args: Any) -> Array:
+    return jnp.einsum(*args, precision=jax.lax.Precision.HIGHEST)
+
+
+def inverse_root(gram: Array) -> Array:
+    """The inverse square roots of matrices ``(..., b, b)`` without negative eigenvalues, about.
+
+    An eigenvalue t comes out as ``t^(-1/2)`` where it is more than SHIFT of the greatest, and as a
+    finite number if not: no more than ``(SHIFT (sum of t^4)^(1/4))^(-1/2)``.
+    """
+
+    def times(a: Array, b: Array) -> Array:
+        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+    one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    square = times(gram, gram)
+    # The fourth moment of the eigenvalues bounds the greatest, closer than a trace would.
+    fourth = jnp.sum(square**2, axis=(-2, -1), keepdims=True)
+    greatest = jnp.where(fourth > 0, jnp.where(fourth > 0, fourth, 1) ** 0.25, 1) * (1 + SHIFT)
+    shifted = gram / greatest + SHIFT * one
+    square = square / greatest**2 + (2 * SHIFT) * shifted - SHIFT**2 * one
+    gram, root = shifted, greatest**-0.5
+    for k, (a, b, c) in enumerate(QUINTICS):
+        factor = a * one + b * gram + c * (square if k == 0 else times(gram, gram))
+        # The new factor from the left: from the right, what rounding mixes into small eigenvalues
+        # is multiplied by all factors before it, and the result is off by its own size.
+        root = times(factor, root) if k else factor * root
+        if k + 1 < len(QUINTICS):
+            gram = times(factor, times(gram, factor))
+    return root
