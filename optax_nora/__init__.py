@@ -20,6 +20,7 @@ from optax_nora._rules import stacked as stacked
 from optax_nora._summary import summarize as summarize
 from optax_nora._transforms import keep_row_norms as keep_row_norms
 from optax_nora._transforms import row_normalize as row_normalize
+from optax_nora._transforms import row_orthonormalize as row_orthonormalize
 from optax_nora._transforms import row_project as row_project
 from optax_nora._transforms import scale_by_row_shape as scale_by_row_shape
 

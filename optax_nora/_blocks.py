@@ -8,14 +8,22 @@ transposed, and a device that holds whole blocks of whole rows sends nothing.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from optax_nora._axes import Rows
-from optax_nora._rows import normalize, product, project_and_normalize, split, unit
+from optax_nora._rows import (
+    divide_by_norm,
+    normalize,
+    product,
+    project_and_normalize,
+    project_twice,
+)
+from optax_nora._step import Direction
 
 Array = jax.Array
 
@@ -40,12 +48,12 @@ def block_size(shape: tuple[int, ...], rows: Rows, block_rows: int) -> int:
     return min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
 
 
-def orthonormalize(u: Array, rows: Rows, block_rows: int, eps: Any) -> Array:
+def orthonormalize(rows: Rows, u: Array, block_rows: int, eps: Any) -> Array:
     """Each block of ``block_rows`` consecutive rows orthonormal, then each row of length 1.
 
     Args:
+      rows: of u. Blocks are counted in the order of the output axes, over all devices.
       u: float32 at the least. Complex rows are real ones of twice the length.
-      rows: its rows. Blocks are counted in the order of the output axes, over all devices.
       block_rows: rows in a block: the last one of a matrix may have fewer, and none has more than
         ``fan_in``. With 1 this is `normalize`, bit for bit.
       eps: a row shorter than this ends shorter than 1 in proportion. A row of 0 stays 0.
@@ -55,15 +63,15 @@ def orthonormalize(u: Array, rows: Rows, block_rows: int, eps: Any) -> Array:
       length of a row's gradient says nothing in Nora. Then no row is lost beside longer ones.
     """
     if block_size(u.shape, rows, block_rows) <= 1:
-        return normalize(u, rows, eps)
+        return normalize(rows, u, eps)
     even, power = _even(u, rows)
     (square,) = rows.sums(product(even, even))
-    mixed = mix(unit(even, square, 0), rows, block_rows)
-    return normalize(mixed, rows, 0) * _shortfall(square, power, eps)
+    mixed = mix(divide_by_norm(even, square, 0), rows, block_rows)
+    return normalize(rows, mixed, 0) * _shortfall(square, power, eps)
 
 
 def project_and_orthonormalize(
-    h: Array, w: Array, rows: Rows, block_rows: int, eps: Any, project: bool = True
+    rows: Rows, h: Array, w: Array, block_rows: int, eps: Any, project: bool = True
 ) -> Array:
     """`orthonormalize`, and with ``project`` rows across their weights before and after it.
 
@@ -71,13 +79,39 @@ def project_and_orthonormalize(
     across their weights at length exactly 1; blocks end a little less than orthonormal.
     """
     if not project:
-        return orthonormalize(h, rows, block_rows, eps)
+        return orthonormalize(rows, h, block_rows, eps)
     if block_size(h.shape, rows, block_rows) <= 1:
-        return project_and_normalize(h, w, rows, eps)
+        return project_and_normalize(rows, h, w, eps)
     even, power = _even(h, rows)
-    u, square, _ = split(even, w, rows)
-    mixed = mix(unit(u, square, 0), rows, block_rows)
-    return project_and_normalize(mixed, w, rows, 0) * _shortfall(square, power, eps)
+    u, square = project_twice(rows, even, w)
+    mixed = mix(divide_by_norm(u, square, 0), rows, block_rows)
+    return project_and_normalize(rows, mixed, w, 0) * _shortfall(square, power, eps)
+
+
+class _Blocks(NamedTuple):
+    """The direction of a step with blocks: a hashable value, as one function for all leaves."""
+
+    block_rows: int
+    project: bool
+
+    def __call__(self, rows: Rows, h: Array, w: Array, eps: Any) -> Array:
+        return project_and_orthonormalize(rows, h, w, self.block_rows, eps, self.project)
+
+
+def direction_of(block_rows: int, project: bool) -> Direction:
+    """Nora's direction, or that of blocks of rows."""
+    check_block_rows(block_rows)
+    if block_rows == 1 and project:
+        return project_and_normalize
+    return _Blocks(int(block_rows), bool(project))
+
+
+def check_block_rows(block_rows: int) -> None:
+    """Raise for what is no number of rows."""
+    if isinstance(block_rows, bool) or not isinstance(block_rows, int | np.integer):
+        raise TypeError(f"block_rows={block_rows!r} is not an int: a number of rows")
+    if block_rows < 1:
+        raise ValueError(f"block_rows={block_rows} is out of range: it is at least 1")
 
 
 def _even(u: Array, rows: Rows) -> tuple[Array, Array]:
@@ -194,9 +228,7 @@ def _mix_local(u: Array, rows: Rows, size: int) -> Array:
     columns = tuple(u.ndim + 1 if a == axis + 1 else a for a in axes)
     batch = tuple(a + (a > axis) for a in rows.batch(u.ndim))
     matrix = (*batch, axis, axis + 1, u.ndim + 1)
-    grams = [
-        jnp.real(_einsum(part, axes, part.conj(), columns, matrix)) for part in parts
-    ]
+    grams = [jnp.real(_einsum(part, axes, part.conj(), columns, matrix)) for part in parts]
     pads = [(0, size - gram.shape[-1]) for gram in grams]
     grams = [jnp.pad(g, [(0, 0)] * (g.ndim - 2) + [pad] * 2) for g, pad in zip(grams, pads)]
     gram = jnp.concatenate(grams, axis=-3)

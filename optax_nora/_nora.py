@@ -8,12 +8,13 @@ import optax
 from optax_nora._adamw import ScalarOrSchedule, StepTransformation, route_to
 from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
+from optax_nora._blocks import direction_of
 from optax_nora._checks import check_range
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
 from optax_nora._routing import Path, WeightDimensionNumbers
-from optax_nora._rows import check_row_scale, project_and_normalize, row_scale_of
-from optax_nora._step import Coefficients, one_minus
+from optax_nora._rows import check_row_scale, row_scale_of
+from optax_nora._step import Coefficients, Direction, one_minus
 
 Array = jax.Array
 
@@ -24,6 +25,8 @@ def scale_by_nora(
     eps: Any = 1e-10,
     mu_dtype: Any = None,
     *,
+    block_rows: int = 1,
+    project: bool = True,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Momentum, `row_project` and `row_normalize` in one: three passes over memory.
@@ -44,6 +47,9 @@ def scale_by_nora(
         paper.
       eps: the norm under which a row is no longer made a unit vector.
       mu_dtype: dtype that the momentum is stored in. None: the parameter's.
+      block_rows: rows of a matrix that are made orthonormal together, as by `row_orthonormalize`;
+        1: each row by itself, as in the paper.
+      project: whether rows lose their part along the weight.
       weight_dimension_numbers: which axes are a row, as for `nora`; a leaf with None passes through
         and has no momentum. Nothing given: every leaf is a kernel ``(in, out)``.
 
@@ -66,7 +72,12 @@ def scale_by_nora(
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
     return scale_by_momentum(
-        project_and_normalize, beta, momentum, mu_dtype, weight_dimension_numbers, eps
+        direction_of(block_rows, project),
+        beta,
+        momentum,
+        mu_dtype,
+        weight_dimension_numbers,
+        eps,
     )
 
 
@@ -78,6 +89,7 @@ def _matrices(
     weight_decay: ScalarOrSchedule,
     weight_decay_mask: Any,
     mu_dtype: Any,
+    direction: Direction,
     row_scale: str,
     base_fan_in: Any,
     backend: str,
@@ -113,7 +125,7 @@ def _matrices(
                 weight_decay=decay if decays[leaf.path] else 0.0,
                 learning_rate=lr,
             )
-            one = matrix_step(backend, rows, project_and_normalize, write_weights, g, mu, w)
+            one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
             return one(c, g, mu, w)
 
         return step
@@ -144,6 +156,8 @@ def nora(
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     *,
+    block_rows: int = 1,
+    project: bool = True,
     row_scale: str = "fan_ratio",
     base_fan_in: Any = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -178,6 +192,10 @@ def nora(
         which leaves decay, in both branches.
       mu_dtype: dtype that first moments are stored in. None: the parameter's for matrices, float32
         at the least for AdamW.
+      block_rows: rows of a matrix that are made orthonormal together: see `row_orthonormalize`. 1:
+        each row by itself, as in the paper. 128 keeps most of Muon's quality (docs/blocks.md).
+      project: whether rows lose their part along the weight, as in the paper. With blocks and
+        weight decay, False trains better.
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.
       base_fan_in: for ``row_scale="width"``, the fan-in at which the learning rate was tuned.
       weight_dimension_numbers: which leaves are matrices and which axes are a row:
@@ -230,6 +248,7 @@ def nora(
             weight_decay,
             weight_decay_mask,
             mu_dtype,
+            direction_of(block_rows, project),
             row_scale,
             base_fan_in,
             backend,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
+from optax_nora._blocks import check_block_rows, orthonormalize
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
@@ -117,6 +118,56 @@ def row_normalize(
     check_range("eps", eps)
     return _stateless(
         lambda rows, h, _: normalize(rows, h, eps), weight_dimension_numbers, needs_params=False
+    )
+
+
+def row_orthonormalize(
+    block_rows: int,
+    *,
+    eps: Any = 1e-10,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Make each block of consecutive rows orthonormal, and each row of length 1.
+
+    A block is a matrix :math:`A` of b rows; what it becomes is its polar factor, with each row
+    made a unit vector before and after,
+
+    .. math::
+      d = \mathrm{normalize}((A A^\top)^{-1/2} A)
+
+    One row is `row_normalize`; all rows of a matrix are Muon's step with rows of equal length.
+    Blocks are counted in the order of the output axes, over all devices, so the mesh does not
+    matter; a device that holds whole blocks of whole rows sends nothing.
+
+    Args:
+      block_rows: rows in a block, of which the last of a matrix may have fewer. A block has no more
+        rows than its rows have weights.
+      eps: the norm under which a row is no longer made a unit vector.
+      weight_dimension_numbers: as for `row_project`.
+
+    Returns:
+      A stateless `optax.GradientTransformation`; its updates are of the parameter's dtype, or of
+      their own where ``update`` gets no params.
+
+    Raises:
+      TypeError: if block_rows is not an int.
+      ValueError: if block_rows is less than 1 or eps negative, or at ``init`` if the dimension
+        numbers do not fit.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax_nora
+      >>> grads = {'kernel': jax.random.normal(jax.random.key(0), (16, 8))}  # 8 rows
+      >>> tx = optax_nora.row_orthonormalize(4)
+      >>> d = tx.update(grads, tx.init(grads))[0]['kernel']
+      >>> bool(jnp.allclose(d[:, :4].T @ d[:, :4], jnp.eye(4), atol=2e-3))
+      True
+    """
+    check_block_rows(block_rows)
+    check_range("eps", eps)
+    return _stateless(
+        lambda rows, h, _: orthonormalize(rows, h, block_rows, eps),
+        weight_dimension_numbers,
+        needs_params=False,
     )
 
 
