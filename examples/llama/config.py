@@ -126,6 +126,10 @@ class Config:
     """Decoupled weight decay of matrices. None: 0 for Nora, 0.1 for its peers, as in the paper."""
     momentum: float | None = None
     """Look-ahead weight of Nora and its kin; 1 is none. None: the optimizer's own."""
+    block_rows: int = 1
+    """Rows of a matrix that Nora makes orthonormal together; 1: each by itself, as in the paper."""
+    project: bool = True
+    """Take from Nora's steps what lies along the weights, as in the paper."""
     row_scale: Literal["fan_ratio", "unit", "width", "rms"] | None = None
     """How long the step of a row is, given its matrix's shape. None: the optimizer's own."""
     base_fan_in: int | None = None

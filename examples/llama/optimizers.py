@@ -79,8 +79,9 @@ def _sso(learning_rate, weight_decay, adam_learning_rate, weight_dimension_numbe
 
 
 SCALE = ("row_scale", "base_fan_in")
+NORA = ("momentum", "block_rows", "project", *SCALE)
 RECIPES = {
-    "nora": Recipe(optax_nora.nora, 0.005, 0.0, options=("momentum", *SCALE)),
+    "nora": Recipe(optax_nora.nora, 0.005, 0.0, options=NORA),
     "rmnp": Recipe(_peer(_shaped(baselines.scale_by_rmnp)), 0.005, options=("momentum", *SCALE)),
     "mano": Recipe(_peer(_shaped(baselines.scale_by_mano)), 0.005, options=SCALE),
     "muon": Recipe(_peer(_shaped(baselines.scale_by_muon)), 0.01, options=SCALE),
@@ -135,7 +136,7 @@ def make_bare(config: Config, rates: Rates) -> Any:
     chosen = recipe(config)
     settings = {option for known in RECIPES.values() for option in known.options}
     given = {name: getattr(config, name) for name in settings}
-    options = {name: x for name, x in given.items() if x is not None}
+    options = {name: x for name, x in given.items() if x != getattr(Config, name)}
     if unknown := set(options) - set(chosen.options):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     return chosen.make(
