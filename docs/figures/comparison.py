@@ -11,7 +11,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples.llama.plot import best_runs, markdown, mean_loss, read_rows
+from examples.llama import records
+from examples.llama.plot import best_runs, markdown, mean_loss
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "comparison"})
 DOCS = Path(__file__).parents[1]
@@ -186,8 +187,9 @@ def long(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def named_rows(paths: list[Path]) -> list[dict]:
-    """The rows of `paths` by the name of their optimizer alone: each has its own decay."""
-    return [row | {"name": row["run"]["optimizer"]} for row in read_rows(paths)]
+    """The rows of `paths`, each with its loss and the name of its optimizer."""
+    rows = [row for path in paths for row in records.read(path)]
+    return [row | {"name": row["run"]["optimizer"], "loss": row["held_out_loss"]} for row in rows]
 
 
 def tables() -> dict[str, list[str]]:
