@@ -45,6 +45,8 @@ class Args:
     split: tuple[Literal["output", "reduction"], ...] = ("output", "reduction")
     """Split the axis that numbers the rows, or the axis that a row runs along."""
     optimizers: tuple[OptimizerName, ...] = ("adamw", "nora", "muon")
+    block_rows: tuple[int, ...] = (1, 128)
+    """Rows that Nora makes orthonormal together."""
     json: Path | None = None
     """Write the results here too."""
 
@@ -53,12 +55,14 @@ class Case(NamedTuple):
     devices: int
     split: Literal["output", "reduction"]
     optimizer: OptimizerName
+    block_rows: int | None  # None: no Nora
 
 
 COLUMNS = {
     "devices": "devices",
     "split": "split axis",
     "optimizer": "optimizer",
+    "block_rows": "block rows",
     "bytes_a_row": "bytes a row|.1f",
     "all_reduce_mib": "all-reduce, MiB|,.1f",
     "all_gather_mib": "all-gather, MiB|,.1f",
@@ -95,7 +99,7 @@ def run(case: Case, name: SetName) -> dict[str, Any]:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)), tree
         )
 
-    tx = optimizer(case.optimizer, numbers)
+    tx = optimizer(case.optimizer, numbers, case.block_rows or 1)
     params = abstract({k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()})
     state = abstract(jax.eval_shape(tx.init, params))
     out = jax.tree.map(lambda x: x.sharding, (params, state))
@@ -114,10 +118,11 @@ def run(case: Case, name: SetName) -> dict[str, Any]:
 
 def main(args: Args) -> list[dict[str, Any]]:
     cases = [
-        Case(devices, split, chosen)
+        Case(devices, split, chosen, block_rows)
         for devices in args.devices
         for split in args.split
         for chosen in args.optimizers
+        for block_rows in (args.block_rows if chosen == "nora" else (None,))
     ]
     rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args.set))
     measure.show(f"one update of the {args.set} matrices, per device", COLUMNS, rows)

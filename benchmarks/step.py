@@ -42,6 +42,8 @@ class Args:
     """Layers stacked into one leaf, or one leaf a matrix."""
     rows: tuple[RowsAlong, ...] = ("first", "last")
     """Rows along the first axis, as in a Flax kernel (in, out), or along the last."""
+    block_rows: tuple[int, ...] = (1,)
+    """Rows that Nora makes orthonormal together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters, gradients and state."""
     seconds: float = 0.2
@@ -57,6 +59,7 @@ class Case(NamedTuple):
     layout: Layout
     rows: RowsAlong
     optimizer: StepName
+    block_rows: int | None  # None: no Nora
 
 
 COLUMNS = {
@@ -64,6 +67,7 @@ COLUMNS = {
     "layout": "layout",
     "rows": "rows along",
     "optimizer": "optimizer",
+    "block_rows": "block rows",
     "milliseconds": "ms|.3f",
     "of_limit": "× limit|.2f",
     "of_adamw": "× AdamW|.2f",
@@ -84,13 +88,14 @@ def parameters(shapes: dict[str, tuple[int, ...]], dtype: Any, seed: int) -> dic
 def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
     """The state for parameters, and ``step((params, state), grads)``."""
     numbers = dimension_numbers(case.layout, case.rows)
+    block_rows = case.block_rows or 1
     if case.optimizer in ("step", "step-xla"):
-        stepping = nora(numbers, "auto" if case.optimizer == "step" else "xla")
+        stepping = nora(numbers, block_rows, "auto" if case.optimizer == "step" else "xla")
         return stepping.init, lambda carry, grads: stepping.step(grads, carry[1], carry[0])
     if case.optimizer == "nora-pallas":
-        tx = nora(numbers, "pallas")
+        tx = nora(numbers, block_rows, "pallas")
     else:
-        tx = optimizer(case.optimizer, numbers)
+        tx = optimizer(case.optimizer, numbers, block_rows)
 
     def step(carry: Any, grads: Any) -> Any:
         params, state = carry
@@ -128,11 +133,12 @@ def main(args: Args) -> list[dict[str, Any]]:
         ("adamw", "nora") if cpu else ("adamw", "nora", "nora-pallas", "step", "muon")
     )
     cases = [
-        Case(name, layout, rows, chosen)
+        Case(name, layout, rows, chosen, block_rows)
         for name in sets
         for layout in args.layouts
         for rows in args.rows
         for chosen in optimizers
+        for block_rows in (args.block_rows if chosen.startswith(("nora", "step")) else (None,))
     ]
     bandwidth = measure.copy_bandwidth()
     rows = measure.rows_with_progress("steps", cases, lambda case: run(case, args, bandwidth))

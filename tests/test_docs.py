@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import optax_nora
-from docs.figures import axes
+from docs.figures import axes, left_out
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^( *)```python\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -55,3 +55,7 @@ def test_pictures_of_axes_are_of_the_arrays_on_the_page():
         picture = (ROOT / "docs" / "images" / f"axes-{name}.svg").read_text()
         for text in (f"{path} {shape}", axes.describe(shape, axes.at(numbers, path))):
             assert f">{text}</text>" in picture
+
+
+def test_the_table_of_what_was_left_out_is_of_its_rows():
+    assert "\n".join(left_out.table()) in (ROOT / "docs" / "beyond.md").read_text()

@@ -99,8 +99,12 @@ def test_collectives_are_counted_by_kind_and_size():
 
 
 def test_nora_sends_sums_of_rows_and_muon_sends_matrices():
-    rows = collectives.main(collectives.Args(set="tiny", devices=(4,)))
+    rows = collectives.main(collectives.Args(set="tiny", devices=(4,), block_rows=(1, 8)))
+    blocks = {row["split"]: row["bytes_a_row"] for row in rows if row["block_rows"] == 8}
+    rows = [row for row in rows if row["block_rows"] != 8]
     sent = {(row["split"], row["optimizer"]): row["bytes_a_row"] for row in rows}
+    # 64 and 172 rows over 4 devices: whole blocks of 8 in the first alone.
+    assert blocks["reduction"] <= 4 * 8 + 16
     assert sent["output", "adamw"] == sent["reduction", "adamw"] == sent["output", "nora"] == 0
     assert sent["reduction", "nora"] == 16  # two sums of float32, twice
     assert min(sent["output", "muon"], sent["reduction", "muon"]) > 4 * 64  # whole rows
