@@ -103,5 +103,4 @@ def test_two_hosts_of_four_devices_equal_one_of_eight(start, tmp_path):
     assert [line["step"] for line in one] == [line["step"] for line in two]
     for name in ("loss", "held_out_loss"):
         a, b = ([line[name] for line in lines if name in line] for lines in (one, two))
-        # Rows in another order within each batch: losses of 6, each written to 5e-7.
-        np.testing.assert_allclose(a, b, atol=1e-4)
+        np.testing.assert_allclose(a, b, atol=1e-5)  # rows in another order within each batch
