@@ -9,6 +9,7 @@ import optax
 import pytest
 from boxes import Box
 from optax.contrib import MuonDimensionNumbers
+from tolerance import tolerance
 
 import optax_nora
 from optax_nora import by_path, infer_dimension_numbers, matrix_mask, stacked
@@ -157,7 +158,9 @@ def test_matrix_mask_is_for_optax_masked():
     tx = optax.masked(optax_nora.row_normalize(), matrix_mask)
     grads = jax.tree.map(lambda x: 3 * x, PARAMS)
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(np.linalg.norm(updates["mlp"]["up"]["kernel"], axis=0), 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.linalg.norm(updates["mlp"]["up"]["kernel"], axis=0), 1, rtol=tolerance(8)
+    )
     np.testing.assert_array_equal(updates["lm_head"]["kernel"], grads["lm_head"]["kernel"])
     np.testing.assert_array_equal(updates["mlp"]["up"]["bias"], grads["mlp"]["up"]["bias"])
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tolerance import tolerance
 
 from examples.llama.loss import cross_entropy
 
@@ -38,11 +39,11 @@ def test_equals_the_plain_loss(arrays, chunk):
 
     expected = both(plain)
     actual = both(lambda *args: cross_entropy(*args, chunk))
-    # float32 sums of up to 96 terms of size 1 in another order
+    # sums of up to 96 terms in another order, of logits that are sums themselves, up to 20
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=tolerance(V + D), atol=tolerance(V + D))
     np.testing.assert_allclose(
-        cross_entropy(*arrays, chunk), plain(*arrays), rtol=1e-5
+        cross_entropy(*arrays, chunk), plain(*arrays), rtol=tolerance(V + D)
     )  # without a gradient it takes another way
 
 

@@ -120,8 +120,9 @@ def test_a_run_goes_on_upon_another_mesh(small, replaced):
     train(replaced(parts, resume=True, mesh={"data": 1, "fsdp": 2, "tensor": 2}))
     for a, b in zip(metrics(whole), metrics(parts), strict=True):
         for name in {"loss", "held_out_loss"} & a.keys():
-            # float32 sums in another order, after up to 8 steps
-            assert a[name] == pytest.approx(b[name], abs=1e-5)
+            # Losses of 6 are written to 5e-7. Sums in another order differ by a few times that, and
+            # 8 steps carry it on; a step that is missed, or made twice, changes them by 1e-2.
+            assert a[name] == pytest.approx(b[name], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_meshes_give_the_losses_of_one_device(small, replaced, corpus, mesh, sca
     model = {"kv_heads": 4, "layers": layers}
     one = replaced(small, model=model, steps=20, scan_layers=scan_layers)
     many = replaced(one, mesh=dict(zip(("data", "fsdp", "tensor"), mesh, strict=True)))
-    # float32 sums in another order, amplified by 20 steps
+    # Sums in another order, amplified by 20 steps; what we see is 2e-6, and 1e-2 from step to step.
     np.testing.assert_allclose(losses(many, corpus, 20), losses(one, corpus, 20), atol=1e-4)
 
 
@@ -171,7 +172,8 @@ def test_the_parameters_are_never_whole_on_one_device(small, replaced, corpus):
 def test_accumulation_equals_one_large_batch(small, replaced, corpus, micro_batch, fsdp):
     one = replaced(small, mesh={"fsdp": fsdp})
     parts = replaced(one, micro_batch=micro_batch)
-    np.testing.assert_allclose(losses(parts, corpus, 8), losses(one, corpus, 8), atol=1e-5)
+    # Sums in another order, as above.
+    np.testing.assert_allclose(losses(parts, corpus, 8), losses(one, corpus, 8), atol=1e-4)
 
 
 def test_one_compile_serves_a_sweep(small, replaced, corpus):
@@ -341,7 +343,7 @@ def test_the_optimizer_is_timed(small, replaced):
 def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus):
     fused, plain = (losses(replaced(small, fused=fused), corpus, 8) for fused in (True, False))
     # Another program: gradients are scaled before or after they are rounded.
-    np.testing.assert_allclose(fused, plain, rtol=1e-5)
+    np.testing.assert_allclose(fused, plain, atol=1e-4)
 
 
 @pytest.mark.parametrize(

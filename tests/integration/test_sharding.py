@@ -203,8 +203,8 @@ class TestZeRO1:
         state = jax.device_put(tx.init(params), where)
         step = jax.jit(step_of(tx), out_shardings=(whole, where))
         got, state = run(step, params, state, grads)
-        got, want = jax.device_get(got), jax.device_get(want)
-        chex.assert_trees_all_close(got, want, rtol=0, atol=ROUNDING)
+        pair = jax.device_get((got, want))
+        chex.assert_trees_all_close(*pair, rtol=0, atol=ROUNDING)
         assert got["kernel"].sharding.is_equivalent_to(whole["kernel"], 3)
         mu = optax.tree.get(state.inner_states["matrix"], "mu")["kernel"]
         assert mu.sharding.is_equivalent_to(split["kernel"], 3)
