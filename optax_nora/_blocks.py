@@ -99,18 +99,25 @@ class _Blocks(NamedTuple):
         return project_and_orthonormalize(rows, h, w, self.block_rows, eps, self.project)
 
 
-def direction_of(block_rows: int, project: bool) -> Direction:
+def direction_of(block_rows: int | None, project: bool) -> Direction:
     """Nora's direction, or that of blocks of rows."""
+    # None, not 1, is the default, as `optax.inject_hyperparams` makes an array of every int.
+    block_rows = 1 if block_rows is None else block_rows
     check_block_rows(block_rows)
+    if not isinstance(project, bool):
+        raise TypeError(f"project={project!r} is not a bool")
     if block_rows == 1 and project:
         return project_and_normalize
-    return _Blocks(int(block_rows), bool(project))
+    return _Blocks(int(block_rows), project)
 
 
 def check_block_rows(block_rows: int) -> None:
     """Raise for what is no number of rows."""
     if isinstance(block_rows, bool) or not isinstance(block_rows, int | np.integer):
-        raise TypeError(f"block_rows={block_rows!r} is not an int: a number of rows")
+        raise TypeError(
+            f"block_rows={block_rows!r} is not an int, a number of rows; in "
+            "optax.inject_hyperparams name it in static_args"
+        )
     if block_rows < 1:
         raise ValueError(f"block_rows={block_rows} is out of range: it is at least 1")
 

@@ -25,7 +25,7 @@ def scale_by_nora(
     eps: Any = 1e-10,
     mu_dtype: Any = None,
     *,
-    block_rows: int = 1,
+    block_rows: int | None = None,
     project: bool = True,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -47,8 +47,8 @@ def scale_by_nora(
         paper.
       eps: the norm under which a row is no longer made a unit vector.
       mu_dtype: dtype that the momentum is stored in. None: the parameter's.
-      block_rows: rows of a matrix that are made orthonormal together, as by `row_orthonormalize`;
-        1: each row by itself, as in the paper.
+      block_rows: rows of a matrix that are made orthonormal together, as by `row_orthonormalize`.
+        None, or 1: each row by itself, as in the paper.
       project: whether rows lose their part along the weight.
       weight_dimension_numbers: which axes are a row, as for `nora`; a leaf with None passes through
         and has no momentum. Nothing given: every leaf is a kernel ``(in, out)``.
@@ -156,7 +156,7 @@ def nora(
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     *,
-    block_rows: int = 1,
+    block_rows: int | None = None,
     project: bool = True,
     row_scale: str = "fan_ratio",
     base_fan_in: Any = None,
@@ -192,8 +192,8 @@ def nora(
         which leaves decay, in both branches.
       mu_dtype: dtype that first moments are stored in. None: the parameter's for matrices, float32
         at the least for AdamW.
-      block_rows: rows of a matrix that are made orthonormal together: see `row_orthonormalize`. 1:
-        each row by itself, as in the paper. 128 keeps most of Muon's quality (docs/blocks.md).
+      block_rows: rows of a matrix that are made orthonormal together: see `row_orthonormalize`.
+        None, or 1: each row by itself, as in the paper. 128 keeps most of Muon's quality (docs/blocks.md).
       project: whether rows lose their part along the weight, as in the paper. With blocks and
         weight decay, False trains better.
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.
