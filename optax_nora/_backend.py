@@ -55,7 +55,7 @@ def matrix_step(
     """``step(coefficients, g, mu, w)``, to the momentum and the weight or its update."""
     kernels = backend == "pallas" or (backend == "auto" and _kernels_win())
     if not (kernels and direction is project_and_normalize and _has_kernel(rows, g, mu, w)):
-        return functools.partial(by_xla, rows, direction, write_weights=write_weights)
+        return functools.partial(_JITTED, rows, direction, write_weights=write_weights)
     kernel = _by_kernel(rows, w.ndim, backend, write_weights)
 
     def step(c: Coefficients, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
@@ -92,6 +92,10 @@ def _rows_are_whole(rows: Rows, *arrays: Any) -> bool:
 def _varies(x: Array) -> bool:
     of = jax.typeof(x)
     return bool(of.vma if hasattr(of, "vma") else of.manual_axis_type.varying)
+
+
+# Leaves of one shape share one trace.
+_JITTED = jax.jit(by_xla, static_argnums=(0, 1), static_argnames="write_weights")
 
 
 @functools.cache
