@@ -71,7 +71,7 @@ def newton_schulz(h: jax.Array, _: jax.Array) -> jax.Array:
     a, b, c = NEWTON_SCHULZ
     x = h.T if h.shape[0] > h.shape[1] else h
     x = x / (jnp.linalg.norm(x) + 1e-8)
-    for _ in range(5):
+    for _step in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if h.shape[0] > h.shape[1] else x

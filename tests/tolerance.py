@@ -3,7 +3,7 @@
 import numpy as np
 
 EPS = float(np.finfo(np.float32).eps)
-# Five Newton-Schulz iterations whose slope at 0 is 3.4445 stretch an error by no more than this.
+# Five Newton-Schulz iterations, of slope 3.4445 at 0, stretch an error by about this at most.
 NEWTON_SCHULZ = 3.4445**5
 
 
