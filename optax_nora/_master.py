@@ -28,9 +28,26 @@ def _is_low(array: Any) -> bool:
     return jnp.result_type(array) in (jnp.bfloat16, jnp.float16)
 
 
-def _full(params: PyTree, master: PyTree) -> PyTree:
-    """The parameters as ``inner`` sees them: the master where there is one."""
-    return map_leaves(lambda _, p, m: p if m is None else m, params, master)
+def _rounded(master: Array, dtype: Any) -> Array:
+    """What a master shows: no infinity, as an update could not lead back from there."""
+    greatest = float(jnp.finfo(dtype).max)
+    # The barrier keeps XLA from dropping the rounding as excess precision.
+    return jax.lax.optimization_barrier(jnp.clip(master, -greatest, greatest).astype(dtype))
+
+
+def _current(leaf: Leaf, param: Array, master: Array | None) -> Array:
+    """The parameter as ``inner`` sees it: its master, unless it was changed from outside."""
+    if master is None:
+        return param
+    if not _is_low(param):
+        raise ValueError(
+            f"{leaf} has a float32 master, as it was of lower precision before: the updates are "
+            "float32, add them by optax.apply_updates, which keeps the parameters' dtypes"
+        )
+    shown, seen = (
+        jax.lax.bitcast_convert_type(x, jnp.int16) for x in (_rounded(master, param.dtype), param)
+    )
+    return jnp.where(shown == seen, master, param.astype(jnp.float32))
 
 
 def with_float32_master(
@@ -44,16 +61,20 @@ def with_float32_master(
     .. math::
       M \leftarrow M + \mathrm{inner}(g, M), \quad w = \mathrm{round}(M)
 
+    Where a parameter is not its rounded master, as it was loaded, averaged or merged in the
+    meantime, the parameter counts and becomes the master.
+
     Args:
-      inner: any optimizer; it sees float32 parameters and float32 gradients.
+      inner: any optimizer; it sees float32 parameters and float32 gradients. What compares updates
+        with gradients, such as `optax.apply_if_finite`, belongs in here, not around.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose updates are float32 and such that
-      `optax.apply_updates` leaves each parameter equal to its rounded master. (A parameter that in
-      one step shrinks by a factor of more than 2**16 arrives one step later.)
+      `optax.apply_updates` leaves each parameter equal to its rounded master, which is finite.
 
     Raises:
-      ValueError: at ``update`` without params.
+      ValueError: at ``update`` without params, or where a parameter with a master has become
+        float32, as `equinox.apply_updates` would make it.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_nora
@@ -76,25 +97,24 @@ def with_float32_master(
             return param.astype(jnp.float32) if _is_low(param) else optax.MaskedNode()
 
         master = map_leaves(copy, params)
-        return MasterState(master, inner.init(_full(params, master)))
+        return MasterState(master, inner.init(map_leaves(_current, params, master)))
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         require_params(params)
-        full = _full(params, state.master)
+        full = map_leaves(_current, params, state.master)
         wide = map_leaves(
             lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
         )
         steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
-        master = map_leaves(lambda _, m, u: m + u, state.master, steps)
+        master = map_leaves(lambda _, m, w, u: w + u, state.master, full, steps)
 
         def visible(_: Leaf, step: Array, param: Array, moved: Array | None) -> Array:
             if moved is None:
                 return step
-            # The barrier keeps XLA from dropping the rounding as excess precision.
-            rounded = jax.lax.optimization_barrier(moved.astype(param.dtype))
-            return rounded.astype(jnp.float32) - param.astype(jnp.float32)
+            shown = _rounded(moved, param.dtype).astype(jnp.float32)
+            return shown - param.astype(jnp.float32)
 
         return map_leaves(visible, steps, params, master), MasterState(master, inner_state)
 

@@ -173,3 +173,59 @@ def test_abstract_init():
     state = jax.eval_shape(with_float32_master(optax_nora.nora(0.1)).init, params)
     assert state.master["kernel"].dtype == jnp.float32
     assert state.master["kernel"].shape == (6, 4)
+
+
+@LOW
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_parameter_changed_from_outside_counts(whole, dtype):
+    """As `TrainState.replace(params=loaded)` does: the step starts there, not at the old master."""
+    tx, params = with_float32_master(optax.sgd(2.0**-12)), {"kernel": jnp.ones((6, 4), dtype)}
+    g = {"kernel": jnp.ones((6, 4), dtype)}
+    updates, state = tx.update(g, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    changed = params["kernel"].at[slice(None) if whole else 2].set(5.0)
+    _, state = tx.update(g, state, {"kernel": changed})
+    # Powers of two: exact. Entries that nobody touched go on from their masters.
+    want = np.where(changed == 5.0, 5.0 - 2.0**-12, 1.0 - 2 * 2.0**-12)
+    np.testing.assert_array_equal(state.master["kernel"], want)
+
+
+def test_what_averages_around_it_is_heard():
+    params = optax.LookaheadParams.init_synced({"kernel": normal(6, 4, dtype=jnp.bfloat16)})
+    tx = optax.lookahead(with_float32_master(optax_nora.nora(0.05)), 3, 0.5)
+    state = tx.init(params)
+    for k in range(1, 7):
+        g = {"kernel": normal(6, 4, seed=k, dtype=jnp.bfloat16)}
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        together = np.array_equal(params.fast["kernel"], params.slow["kernel"])
+        assert together == (k % 3 == 0)
+
+
+def test_a_parameter_that_overflows_comes_back():
+    params = {"kernel": jnp.full((2, 2), 60_000, jnp.float16)}
+    tx = with_float32_master(optax.sgd(1.0))
+    state, seen = tx.init(params), []
+    for g in (-10_000.0, 0.0, 20_000.0):
+        updates, state = tx.update({"kernel": jnp.full((2, 2), g)}, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(float(params["kernel"][0, 0]))
+    assert seen == [65_504.0, 65_504.0, 50_000.0]
+
+
+def test_parameters_that_were_added_to_without_a_cast_are_refused():
+    params = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
+    tx = with_float32_master(optax.sgd(1.0))
+    updates, state = tx.update(params, tx.init(params), params)
+    wide = jax.tree.map(lambda p, u: p + u, params, updates)  # as equinox.apply_updates
+    with pytest.raises(ValueError, match=r"kernel \(2, 2\) float32 has a float32 master.*optax\.a"):
+        tx.update(params, state, wide)
+
+
+def test_apply_if_finite_belongs_inside():
+    params = {"kernel": jnp.ones((2, 2), jnp.bfloat16)}
+    tx = with_float32_master(optax.apply_if_finite(optax.sgd(1.0), 3))
+    g = {"kernel": jnp.full((2, 2), jnp.nan, jnp.bfloat16)}
+    updates, state = tx.update(g, tx.init(params), params)
+    assert not updates["kernel"].any()
+    assert state.inner_state.total_notfinite == 1
