@@ -49,6 +49,9 @@ class Tuning(NamedTuple):
     root_warps: int = 16
 
 
+TUNING = Tuning()
+
+
 def fits(rows: Rows, shape: tuple[int, ...], block_rows: int) -> bool:
     """Whether there is a kernel for blocks of such rows of a leaf of such a shape."""
     size = block_size(shape, rows, block_rows)
@@ -123,7 +126,7 @@ def step(
     *,
     write_weight: bool,
     interpret: bool = False,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = TUNING,
 ) -> tuple[Array, Array]:
     """The momentum after one step, and the weight or its update; rows are not projected.
 
@@ -225,7 +228,7 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
     batch, blocks, parts, b, _ = grams.shape
     if static.subs > 1:
         square = jnp.sum(squares, axis=2)
-        inverse = jnp.where(square > 0, 1 / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        inverse = _inverse(square)
         gram = jnp.sum(grams, axis=2) * inverse[..., :, None] * inverse[..., None, :]
         return inverse_root(gram) * inverse[..., None, :]
     (root,) = _call(
@@ -271,12 +274,17 @@ def _finish(
     before, after = (_by_row(jnp.sum(x, axis=2), static) for x in (squares, lengths))
     # A row shorter than eps takes a shorter step, as with one row.
     norm = jnp.sqrt(before)
-    scale = c.row_scale * norm / jnp.maximum(norm, c.eps)
-    factor = jnp.where(after > 0, scale / jnp.sqrt(jnp.where(after > 0, after, 1)), 0)
+    scale = jnp.where(norm == 0, 0.0, c.row_scale * norm / jnp.maximum(norm, c.eps))
+    factor = scale * _inverse(after)
     factor = factor[:, :, None] if view.last else factor[:, None, :]
     wide = w.astype(jnp.float32)
     unit = jnp.where(factor == 0, 0, mixed.astype(jnp.float32) * factor)
     return -c.learning_rate * (unit + c.weight_decay * wide)
+
+
+def _inverse(square: Array) -> Array:
+    """One over the root, 0 of 0; NaN of NaN, so that it shows."""
+    return jnp.where(square == 0, 0.0, 1 / jnp.sqrt(jnp.where(square == 0, 1.0, square)))
 
 
 def _by_row(x: Array, static: _Static) -> Array:
@@ -408,21 +416,21 @@ def _root_kernel(grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None
 
     zeros = jnp.zeros((tile, tile)), jnp.zeros(tile)
     gram, square = jax.lax.fori_loop(0, parts, total, zeros)
-    inverse = jnp.where(square > 0, 1 / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+    inverse = _inverse(square)
     numbers = [jax.lax.broadcasted_iota(jnp.int32, (tile, tile), k) for k in range(2)]
     one = (numbers[0] == numbers[1]).astype(jnp.float32)
     gram = gram * inverse[:, None] * inverse[None, :]
     # The diagonal is known better than its products, which leave out the smallest.
-    gram = jnp.where(one > 0, jnp.where(square > 0, 1.0, 0.0)[:, None], gram)
+    gram = jnp.where(one > 0, jnp.where(square == 0, 0.0, 1.0)[:, None], gram)
     pair = functools.partial(_pair, dtype=jnp.float16, interpret=static.interpret)
     # No more than 1 before it is squared, for float16.
     bound = jnp.sqrt(jnp.sum(gram * gram))
-    bound = jnp.where(bound > 0, bound, 1.0)
+    bound = jnp.where(bound == 0, 1.0, bound)
     gram = gram / bound
     pairs = pair(gram)
     twice = _dot_pairs(pairs, pairs)
     fourth = jnp.sum(twice * twice)
-    greatest = jnp.where(fourth > 0, jnp.sqrt(jnp.sqrt(fourth)), 1.0) * (1 + SHIFT)
+    greatest = jnp.where(fourth == 0, 1.0, jnp.sqrt(jnp.sqrt(fourth))) * (1 + SHIFT)
     shifted = gram / greatest + SHIFT * one
     twice = twice / (greatest * greatest) + (2 * SHIFT) * shifted - SHIFT**2 * one
     gram = shifted
