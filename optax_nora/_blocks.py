@@ -30,6 +30,7 @@ Array = jax.Array
 # What is added to the eigenvalues of a Gram matrix, as a part of the greatest. It is above all
 # rounding, so that none is negative, where iterations would diverge.
 SHIFT = 1e-6
+PRECISION: Any = jax.lax.Precision.HIGHEST  # of products: float32
 # Each a x + b x^3 + c x^5 is the quintic nearest to 1 on what those before it make of
 # [SHIFT ** 0.5, 1], less the lowest 1/20 where that is more, lest it send large values to nearly 0.
 # Together they take the interval to 1 +- 1.8e-3. The idea is that of Amsel, Persson, Musco and
@@ -253,7 +254,7 @@ def _pad(gram: Array, size: int) -> Array:
 
 
 def _einsum(*args: Any) -> Array:
-    return jnp.einsum(*args, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum(*args, precision=PRECISION)
 
 
 def inverse_root(gram: Array) -> Array:
@@ -264,7 +265,7 @@ def inverse_root(gram: Array) -> Array:
     """
 
     def times(a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        return jnp.matmul(a, b, precision=PRECISION)
 
     one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     square = times(gram, gram)

@@ -1,0 +1,502 @@
+"""A step with blocks of rows of one matrix as Pallas kernels, for GPUs.
+
+Three passes over memory, 32 bytes a float32 weight where AdamW moves 28: one makes the momentum and
+the Gram matrices, one multiplies blocks by inverse roots and sums their rows, and one, which XLA
+makes, writes the weight. Between the first two a kernel iterates on the Gram matrices, each within
+one multiprocessor. Products are of pairs of half-precision numbers, about as good as float32;
+docs/results/block-notes.md says what was tried. Import this module where a kernel is used.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from optax_nora._axes import Rows
+from optax_nora._blocks import QUINTICS, SHIFT, block_size, inverse_root
+from optax_nora._kernels import MOST_BATCHES, _fold, _fused_multiply_add, _like, _read
+from optax_nora._rows import Coefficients
+
+Array = jax.Array
+Ref = Any
+
+MOST_ROWS = 256  # of a block
+TILE = 128  # rows at most that one program multiplies
+# The quintics whose products need twice the digits: after these no eigenvalue is under 1e-3.
+PRECISE = 2
+# What orthonormal rows are times while they wait in float16 for their lengths: no number is
+# subnormal that matters, and none overflows.
+HALF_SCALE = 1024.0
+
+
+class Tuning(NamedTuple):
+    """How the work is divided; what was fastest on an H100."""
+
+    gram_width: int = 64  # weights of a row that a program reads at a time
+    gram_part: int = 1024  # and in all
+    gram_warps: int = 8
+    gram_stages: int = 2
+    apply_width: int = 64
+    apply_part: int = 512
+    apply_warps: int = 8
+    apply_stages: int = 2
+    root_warps: int = 16
+
+
+TUNING = Tuning()
+
+
+def fits(rows: Rows, shape: tuple[int, ...], block_rows: int) -> bool:
+    """Whether there is a kernel for blocks of such rows of a leaf of such a shape."""
+    size = block_size(shape, rows, block_rows)
+    return 1 < size <= MOST_ROWS and 0 < math.prod(shape) < 2**31 and _view(rows, shape) is not None
+
+
+class _View(NamedTuple):
+    """An array as (batch, n, groups * rows), or with the last two swapped, ``last``."""
+
+    batch: int
+    n: int
+    groups: int
+    rows: int  # of one matrix, one after another in each group
+    last: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        lines = self.groups * self.rows
+        return (1, lines, self.n) if self.last else (self.batch, self.n, lines)
+
+
+def _view(rows: Rows, shape: tuple[int, ...]) -> _View | None:
+    """Rows next to each other in memory, along the last axes or across them; None if neither."""
+    if max(rows.reduction) - min(rows.reduction) >= len(rows.reduction):
+        return None
+    before, n, after = _fold(rows, shape)
+    last = after == 1
+    end = min(rows.reduction) if last else len(shape)
+    if (
+        rows.output != tuple(range(end - len(rows.output), end))
+        or before > MOST_BATCHES
+        and not last
+    ):
+        return None
+    fan_out = math.prod(shape[a] for a in rows.output)
+    groups = (before if last else after) // fan_out
+    return _View(1 if last else before, n, groups, fan_out, last)
+
+
+class _Static(NamedTuple):
+    """What a kernel knows when it is compiled."""
+
+    view: _View
+    size: int  # rows in a block
+    tile: int  # rows that a program has of it
+    width: int
+    part: int
+    interpret: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a matrix."""
+        return pl.cdiv(self.view.rows, self.size)
+
+    @property
+    def subs(self) -> int:
+        """Tiles of a block."""
+        return pl.cdiv(self.size, self.tile)
+
+    @property
+    def parts(self) -> int:
+        return pl.cdiv(self.view.n, self.part)
+
+
+def step(
+    coefficients: Array,
+    g: Array,
+    mu: Array,
+    w: Array,
+    rows: Rows,
+    block_rows: int,
+    *,
+    write_weight: bool,
+    interpret: bool = False,
+    tuning: Tuning = TUNING,
+) -> tuple[Array, Array]:
+    """The momentum after one step, and the weight or its update; rows are not projected.
+
+    ``coefficients`` is a vector of float32 in the order of `Coefficients`. The look-ahead is of the
+    momentum as it is stored. Rows shorter than 1e-19 or longer than 1e19 are out of range.
+    """
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    view = _view(rows, w.shape)
+    size = block_size(w.shape, rows, block_rows)
+    static = _Static(view, size, min(TILE, max(16, pl.next_power_of_2(size))), 0, 0, interpret)
+    new_mu, grams, squares = _gram(
+        coefficients, *(x.reshape(view.shape) for x in (g, mu)), static, tuning
+    )
+    root = _roots(grams, squares, static, tuning)
+    flat_g = g.reshape(view.shape)
+    mixed, lengths = _apply(coefficients, root, flat_g, new_mu, static, tuning)
+    c = Coefficients(*coefficients)
+    update = _finish(c, mixed, squares, lengths, w.reshape(view.shape), static)
+    flat_w = w.reshape(view.shape)
+    out = (
+        (flat_w + update.astype(w.dtype)).astype(w.dtype)
+        if write_weight
+        else update.astype(w.dtype)
+    )
+    return new_mu.reshape(mu.shape), out.reshape(w.shape)
+
+
+def _call(
+    kernel: Any,
+    static: _Static,
+    grid: tuple[int, ...],
+    inputs: Sequence[Array],
+    out_shape: Sequence[Any],
+    warps: int,
+    stages: int,
+    aliases: dict[int, int],
+) -> Sequence[Array]:
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        functools.partial(kernel, static=static),
+        grid=grid,
+        in_specs=[anywhere] * len(inputs),
+        out_specs=[anywhere] * len(out_shape),
+        out_shape=out_shape,
+        input_output_aliases=aliases,
+        interpret=static.interpret,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+    )(*inputs)
+
+
+def _gram(
+    coefficients: Array, g: Array, mu: Array, static: _Static, tuning: Tuning
+) -> tuple[Array, Array, Array]:
+    """The new momentum, Gram matrices (batch, blocks, parts, b, b), squares (.., parts, b)."""
+    view = static.view
+    static = static._replace(width=tuning.gram_width, part=tuning.gram_part)
+    blocks, tile = view.groups * static.blocks, static.tile
+    lead = (view.batch, blocks * static.subs, static.parts)
+    new_mu, grams, squares = _call(
+        _gram_kernel,
+        static,
+        (blocks * static.subs, static.parts, view.batch),
+        (coefficients, g, mu),
+        [
+            _like(mu, mu.shape, mu.dtype),
+            _like(mu, (*lead, tile, tile), jnp.float32),
+            _like(mu, (*lead, tile), jnp.float32),
+        ],
+        tuning.gram_warps,
+        tuning.gram_stages,
+        {2: 0},
+    )
+    if static.subs == 1:
+        return new_mu, grams, squares
+    (across,) = _call(
+        _across_kernel,
+        static,
+        (blocks, static.parts, view.batch),
+        (coefficients, g, new_mu),
+        [_like(mu, (view.batch, blocks, static.parts, tile, tile), jnp.float32)],
+        tuning.gram_warps,
+        tuning.gram_stages,
+        {},
+    )
+    grams = grams.reshape(view.batch, blocks, 2, static.parts, tile, tile)
+    grams = jnp.concatenate(
+        [
+            jnp.concatenate([grams[:, :, 0], across], axis=-1),
+            jnp.concatenate([jnp.swapaxes(across, -1, -2), grams[:, :, 1]], axis=-1),
+        ],
+        axis=-2,
+    )
+    squares = squares.reshape(view.batch, blocks, 2, static.parts, tile)
+    return new_mu, grams, jnp.concatenate([squares[:, :, 0], squares[:, :, 1]], axis=-1)
+
+
+def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Array:
+    """What rows are multiplied by: inverse roots of the Gram matrices of rows at length 1."""
+    batch, blocks, parts, b, _ = grams.shape
+    if static.subs > 1:
+        square = jnp.sum(squares, axis=2)
+        inverse = _inverse(square)
+        gram = jnp.sum(grams, axis=2) * inverse[..., :, None] * inverse[..., None, :]
+        return inverse_root(gram) * inverse[..., None, :]
+    (root,) = _call(
+        _root_kernel,
+        static,
+        (batch * blocks,),
+        (grams.reshape(batch * blocks, parts, b, b), squares.reshape(batch * blocks, parts, b)),
+        [_like(grams, (batch * blocks, b, b), jnp.float32)],
+        tuning.root_warps,
+        1,
+        {},
+    )
+    return root.reshape(batch, blocks, b, b)
+
+
+def _apply(
+    coefficients: Array, root: Array, g: Array, mu: Array, static: _Static, tuning: Tuning
+) -> tuple[Array, Array]:
+    """Orthonormal rows times HALF_SCALE in float16, and squares (batch, tiles, parts, rows)."""
+    view = static.view
+    static = static._replace(width=tuning.apply_width, part=tuning.apply_part)
+    tiles = view.groups * static.blocks * static.subs
+    return _call(
+        _apply_kernel,
+        static,
+        (tiles, static.parts, view.batch),
+        (coefficients, root, g, mu),
+        [
+            _like(mu, mu.shape, jnp.float16),
+            _like(mu, (view.batch, tiles, static.parts, static.tile), jnp.float32),
+        ],
+        tuning.apply_warps,
+        tuning.apply_stages,
+        {},
+    )
+
+
+def _finish(
+    c: Coefficients, mixed: Array, squares: Array, lengths: Array, w: Array, static: _Static
+) -> Array:
+    """The update: rows at their length, and weight decay."""
+    view = static.view
+    before, after = (_by_row(jnp.sum(x, axis=2), static) for x in (squares, lengths))
+    # A row shorter than eps takes a shorter step, as with one row.
+    norm = jnp.sqrt(before)
+    scale = jnp.where(norm == 0, 0.0, c.row_scale * norm / jnp.maximum(norm, c.eps))
+    factor = scale * _inverse(after)
+    factor = factor[:, :, None] if view.last else factor[:, None, :]
+    wide = w.astype(jnp.float32)
+    unit = jnp.where(factor == 0, 0, mixed.astype(jnp.float32) * factor)
+    return -c.learning_rate * (unit + c.weight_decay * wide)
+
+
+def _inverse(square: Array) -> Array:
+    """One over the root, 0 of 0; NaN of NaN, so that it shows."""
+    return jnp.where(square == 0, 0.0, 1 / jnp.sqrt(jnp.where(square == 0, 1.0, square)))
+
+
+def _by_row(x: Array, static: _Static) -> Array:
+    """Of numbers of tiles' rows, those of rows that there are, in their order: (batch, rows)."""
+    view = static.view
+    x = x.reshape(view.batch, view.groups, static.blocks, static.subs * static.tile)
+    x = x[..., : static.size].reshape(view.batch, view.groups, static.blocks * static.size)
+    return x[..., : view.rows].reshape(view.batch, view.groups * view.rows)
+
+
+# Within a kernel
+
+
+def _rows_of_tile(tile: Array, static: _Static) -> tuple[Array, Array]:
+    """The first row of a tile, and which of its rows there are."""
+    block, sub = tile // static.subs, tile % static.subs
+    group, k = block // static.blocks, block % static.blocks
+    within = sub * static.tile + jnp.arange(static.tile)
+    there = (within < static.size) & (k * static.size + within < static.view.rows)
+    return group * static.view.rows + k * static.size + sub * static.tile, there
+
+
+def _load(
+    ref: Ref, batch: Array, row: Array, there: Array, column: Array, static: _Static
+) -> tuple[Ref, Array]:
+    """A reference to a tile, and its mask."""
+    inside = column + jnp.arange(static.width) < static.view.n
+    if static.view.last:
+        at = ref.at[batch, pl.ds(row, static.tile), pl.ds(column, static.width)]
+        return at, there[:, None] & inside[None, :]
+    at = ref.at[batch, pl.ds(column, static.width), pl.ds(row, static.tile)]
+    return at, inside[:, None] & there[None, :]
+
+
+def _read_tile(*args: Any) -> Array:
+    at, mask = _load(*args)
+    return triton.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+
+def _pair(x: Array, dtype: Any, interpret: bool) -> tuple[Array, Array]:
+    """A float32 as the sum of two numbers of half the size."""
+    if interpret:  # or XLA drops a rounding that is undone at once
+        of = jnp.finfo(dtype)
+        high = jax.lax.reduce_precision(x, of.nexp, of.nmant)
+    else:
+        high = x.astype(dtype).astype(jnp.float32)
+    return high.astype(dtype), (x - high).astype(dtype)
+
+
+def _dot(a: Array, b: Array, axis_a: int = 1, axis_b: int = 0) -> Array:
+    return jax.lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def _dot_pairs(a: Sequence[Array], b: Sequence[Array], axis_a: int = 1, axis_b: int = 0) -> Array:
+    """The product of two sums of pairs, less the product of the small parts."""
+    small = _dot(a[1], b[0], axis_a, axis_b) + _dot(a[0], b[1], axis_a, axis_b)
+    return small + _dot(a[0], b[0], axis_a, axis_b)
+
+
+def _turns(static: _Static) -> int:
+    return pl.cdiv(static.part, static.width)
+
+
+def _gram_kernel(
+    coefficients: Ref, g: Ref, mu: Ref, mu_out: Ref, grams: Ref, squares: Ref, *, static: _Static
+) -> None:
+    tile, part, batch = (pl.program_id(k) for k in range(3))
+    row, there = _rows_of_tile(tile, static)
+    c = _read(coefficients)
+    along = 1 if static.view.last else 0
+
+    def turn(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        gram, square = carry
+        where = (batch, row, there, part * static.part + k * static.width, static)
+        scaled = c.grad_scale * _read_tile(g, *where)
+        new = _fused_multiply_add(c.beta, _read_tile(mu, *where), c.one_minus_beta * scaled, static)
+        new = new.astype(mu_out.dtype)
+        at, mask = _load(mu_out, *where)
+        triton.store(at, new, mask=mask)
+        h = _fused_multiply_add(
+            c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static
+        )
+        pair = _pair(h, jnp.bfloat16, static.interpret)
+        return gram + _dot_pairs(pair, pair, along, along), square + jnp.sum(h * h, axis=along)
+
+    zeros = jnp.zeros((static.tile, static.tile)), jnp.zeros(static.tile)
+    gram, square = jax.lax.fori_loop(0, _turns(static), turn, zeros)
+    triton.store(grams.at[batch, tile, part], gram)
+    triton.store(squares.at[batch, tile, part], square)
+
+
+def _look_ahead(c: Coefficients, g: Ref, mu: Ref, where: Any, static: _Static) -> Array:
+    """The look-ahead h of a tile, from the momentum after the step."""
+    scaled = c.grad_scale * _read_tile(g, *where)
+    return _fused_multiply_add(c.ahead, _read_tile(mu, *where), c.one_minus_ahead * scaled, static)
+
+
+def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _Static) -> None:
+    """Products of a block's first rows with its second."""
+    block, part, batch = (pl.program_id(k) for k in range(3))
+    c = _read(coefficients)
+    along = 1 if static.view.last else 0
+
+    def turn(k: Array, gram: Array) -> Array:
+        column = part * static.part + k * static.width
+        pairs = []
+        for sub in range(2):
+            row, there = _rows_of_tile(2 * block + sub, static)
+            h = _look_ahead(c, g, mu, (batch, row, there, column, static), static)
+            pairs.append(_pair(h, jnp.bfloat16, static.interpret))
+        return gram + _dot_pairs(*pairs, along, along)
+
+    zeros = jnp.zeros((static.tile, static.tile))
+    triton.store(grams.at[batch, block, part], jax.lax.fori_loop(0, _turns(static), turn, zeros))
+
+
+def _root_kernel(grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None:
+    """`_blocks.inverse_root`, of products that are as precise as they need be."""
+    block = pl.program_id(0)
+    tile, parts = static.tile, grams.shape[1]
+
+    def total(part: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        return (
+            carry[0] + triton.load(grams.at[block, part]),
+            carry[1] + triton.load(squares.at[block, part]),
+        )
+
+    zeros = jnp.zeros((tile, tile)), jnp.zeros(tile)
+    gram, square = jax.lax.fori_loop(0, parts, total, zeros)
+    inverse = _inverse(square)
+    numbers = [jax.lax.broadcasted_iota(jnp.int32, (tile, tile), k) for k in range(2)]
+    one = (numbers[0] == numbers[1]).astype(jnp.float32)
+    gram = gram * inverse[:, None] * inverse[None, :]
+    # The diagonal is known better than its products, which leave out the smallest.
+    gram = jnp.where(one > 0, jnp.where(square == 0, 0.0, 1.0)[:, None], gram)
+    pair = functools.partial(_pair, dtype=jnp.float16, interpret=static.interpret)
+    # No more than 1 before it is squared, for float16.
+    bound = jnp.sqrt(jnp.sum(gram * gram))
+    bound = jnp.where(bound == 0, 1.0, bound)
+    gram = gram / bound
+    pairs = pair(gram)
+    twice = _dot_pairs(pairs, pairs)
+    fourth = jnp.sum(twice * twice)
+    greatest = jnp.where(fourth == 0, 1.0, jnp.sqrt(jnp.sqrt(fourth))) * (1 + SHIFT)
+    shifted = gram / greatest + SHIFT * one
+    twice = twice / (greatest * greatest) + (2 * SHIFT) * shifted - SHIFT**2 * one
+    gram = shifted
+    for k, (a, b, c) in enumerate(QUINTICS):
+        precise = k < PRECISE
+        if k:
+            pairs = pair(gram)
+            twice = _dot_pairs(pairs, pairs) if precise else _dot(pairs[0], pairs[0])
+        factor = a * one + b * gram + c * twice
+        if k + 1 < len(QUINTICS):
+            factors, pairs = pair(factor), pair(gram)
+            if precise:
+                gram = _dot_pairs(factors, pair(_dot_pairs(pairs, factors)))
+            else:
+                gram = _dot(factors[0], _dot(pairs[0], factors[0]).astype(jnp.float16))
+        # The root waits in memory: there are no registers for three matrices and a product.
+        if k == 0:
+            root = factor
+        else:
+            roots = pair(triton.load(out.at[block]))
+            if precise:
+                root = _dot_pairs(pair(factor), roots)
+            else:
+                half = factor.astype(jnp.float16)
+                root = _dot(half, roots[1]) + _dot(half, roots[0])
+        if k + 1 == len(QUINTICS):
+            root = root * inverse[None, :] / jnp.sqrt(greatest * bound)
+        if not static.interpret:
+            triton.debug_barrier()
+        triton.store(out.at[block], root)
+        if not static.interpret:
+            triton.debug_barrier()
+
+
+def _apply_kernel(
+    coefficients: Ref, roots: Ref, g: Ref, mu: Ref, mixed: Ref, squares: Ref, *, static: _Static
+) -> None:
+    tile, part, batch = (pl.program_id(k) for k in range(3))
+    row, there = _rows_of_tile(tile, static)
+    block, sub = tile // static.subs, tile % static.subs
+    c = _read(coefficients)
+    bf16 = functools.partial(_pair, dtype=jnp.bfloat16, interpret=static.interpret)
+
+    def root_of(other: int) -> Sequence[Array]:
+        lines = pl.ds(sub * static.tile, static.tile)
+        columns = pl.ds(other * static.tile + 0 * sub, static.tile)
+        return bf16(triton.load(roots.at[batch, block, lines, columns]))
+
+    whole = root_of(0) if static.subs == 1 else None
+
+    def turn(k: Array, square: Array) -> Array:
+        column = part * static.part + k * static.width
+        total = 0.0
+        for other in range(static.subs):
+            first, held = _rows_of_tile(block * static.subs + other, static)
+            pair = bf16(_look_ahead(c, g, mu, (batch, first, held, column, static), static))
+            root = root_of(other) if whole is None else whole
+            if static.view.last:
+                total = total + _dot_pairs(root, pair)
+            else:
+                total = total + _dot_pairs(pair, root, 1, 1)
+        at, mask = _load(mixed, batch, row, there, column, static)
+        half = (HALF_SCALE * total).astype(jnp.float16)
+        triton.store(at, half, mask=mask)
+        found = half.astype(jnp.float32)
+        return square + jnp.sum(found * found, axis=1 if static.view.last else 0)
+
+    square = jax.lax.fori_loop(0, _turns(static), turn, jnp.zeros(static.tile))
+    triton.store(squares.at[batch, tile, part], square)

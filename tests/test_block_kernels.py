@@ -1,0 +1,193 @@
+"""The kernels of a step with blocks against the arithmetic of arrays, in interpret mode."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from optax_nora import _block_kernels
+from optax_nora._axes import Rows
+from optax_nora._blocks import orthonormalize
+from optax_nora._rows import Coefficients
+
+NUMBERS = Coefficients(
+    grad_scale=0.5,
+    beta=0.9,
+    one_minus_beta=1 - 0.9,
+    ahead=0.8,
+    one_minus_ahead=1 - 0.8,
+    eps=1e-10,
+    row_scale=1.3,
+    weight_decay=0.1,
+    learning_rate=0.02,
+)
+PLAIN = NUMBERS._replace(
+    grad_scale=1, beta=0, one_minus_beta=1, ahead=1, one_minus_ahead=0, row_scale=1, weight_decay=0
+)._replace(learning_rate=-1)  # the update is the direction
+SMALL = _block_kernels.Tuning()._replace(gram_part=128, apply_part=128)  # so that there are parts
+# Of a unit vector's entries: products of pairs of float16 and bfloat16 in six quintics, the last
+# four of one float16 each, 2**-11, times what later ones make of that; and d in float16.
+OFF = 4e-3
+FIRST, LAST = Rows((0,), (1,)), Rows((1,), (0,))
+
+
+def random(shape, dtypes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "block_rows", "write_weight"))
+def run(g, mu, w, rows, block_rows, numbers=NUMBERS, write_weight=False):
+    return _block_kernels.step(
+        jnp.stack([jnp.float32(x) for x in numbers]),
+        g,
+        mu,
+        w,
+        rows,
+        block_rows,
+        write_weight=write_weight,
+        interpret=jax.default_backend() != "gpu",
+        tuning=SMALL,
+    )
+
+
+CASES = [  # ragged everywhere: no tile divides these
+    ((70, 200), LAST, 32),
+    ((200, 70), FIRST, 32),
+    ((2, 50, 130), Rows((2,), (1,)), 16),
+    ((2, 130, 50), Rows((1,), (2,)), 16),
+    ((130, 3, 50), Rows((0,), (2,)), 20),  # a batch axis between
+    ((40, 300), LAST, 27),  # a block that fills no tile
+    ((300, 3, 50), Rows((0,), (1, 2)), 64),  # heads
+    ((3, 5, 30, 70), Rows((3,), (1, 2)), 64),
+    ((4, 30, 70), Rows((0, 1), (2,)), 64),
+    ((27, 65), FIRST, 128),  # no more rows than weights in one
+    ((300, 330), FIRST, 256),
+    ((330, 300), LAST, 256),
+]
+
+
+@hypothesis.settings(max_examples=12)  # each one compiles
+@hypothesis.given(
+    case=st.sampled_from(CASES),
+    dtypes=st.tuples(*[st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])] * 3),
+    write_weight=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_every_layout_and_dtype(case, dtypes, write_weight, seed):
+    shape, rows, block_rows = case
+    g, mu, w = random(shape, dtypes, seed)
+    new_mu, out = run(g, mu, w, rows, block_rows, write_weight=write_weight)
+    assert new_mu.dtype == mu.dtype
+    assert out.dtype == w.dtype
+    c, scaled = NUMBERS, 0.5 * np.float32(g)
+    want_mu = c.beta * np.float32(mu) + c.one_minus_beta * scaled
+    eps_mu, eps_w = (float(jnp.finfo(x.dtype).eps) for x in (mu, w))
+    np.testing.assert_allclose(np.float32(new_mu), want_mu, rtol=eps_mu, atol=4e-7)
+    h = c.ahead * np.float32(new_mu) + c.one_minus_ahead * scaled
+    d = np.float32(orthonormalize(jnp.asarray(h), rows, block_rows, c.eps))
+    wide = np.float32(w)
+    update = -c.learning_rate * (c.row_scale * d + c.weight_decay * wide)
+    got = np.float32(out) - wide if write_weight else np.float32(out)
+    rounding = 2 * eps_w * (np.abs(update) + write_weight * np.abs(wide))
+    assert np.all(np.abs(got - update) <= rounding + c.learning_rate * c.row_scale * OFF)
+
+
+def hard(name, n=200, b=32):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2 * b, n))
+    match name:
+        case "fading":
+            return x * np.geomspace(1, 1e-5, n)
+        case "rank 1":
+            return x[:, :1] * x[:1]
+        case "rank 8":
+            return x[:, :8] @ x[:8]
+        case "rows of zeros":
+            return np.where(np.arange(2 * b)[:, None] % 3 == 0, 0, x)
+        case "equal rows":
+            return np.repeat(x[::4], 4, axis=0)
+        case "all zeros":
+            return 0 * x
+        case "long and short rows":
+            return x * np.geomspace(1e-15, 1e15, 2 * b)[:, None]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fading",
+        "rank 1",
+        "rank 8",
+        "rows of zeros",
+        "equal rows",
+        "all zeros",
+        "long and short rows",
+    ],
+)
+def test_hard_blocks(name, first, dtype):
+    u = jnp.asarray(hard(name), dtype)
+    g = u.T if first else u
+    rows = FIRST if first else LAST
+    zero = jnp.zeros_like(g, jnp.float32)
+    _, d = run(g, zero, zero, rows, 32, PLAIN._replace(eps=0.0))
+    want = np.float64(orthonormalize(jnp.float32(g), rows, 32, 0.0))
+    d, want = (np.float64(x.T if first else x) for x in (d, want))
+    lengths, norms = (np.linalg.norm(x, axis=1) for x in (d, want))
+    np.testing.assert_allclose(lengths, norms.round(), rtol=1e-6)
+    for k in (0, 32):
+        # Small singular values are as good as pairs of half-precision numbers; none is too great.
+        _, _, right = np.linalg.svd(np.float64(u)[k : k + 32])
+        assert (
+            np.linalg.norm(d[k : k + 32] @ right.T, 2) <= np.linalg.norm(want[k : k + 32], 2) * 1.1
+        )
+
+
+def test_the_same_bits_every_time():
+    arrays = random((330, 131), [jnp.float32] * 3)
+    first, second = run(*arrays, FIRST, 64), run(*arrays, FIRST, 64)
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_rows_under_eps_shrink():
+    (u,) = random((64, 200), [jnp.float32])
+    u = u / jnp.linalg.norm(u, axis=1, keepdims=True) * jnp.array([1, 1e-12] * 32)[:, None]
+    zero = jnp.zeros_like(u)
+    lengths = np.linalg.norm(run(u, zero, zero, LAST, 32, PLAIN)[1], axis=1)
+    np.testing.assert_allclose(lengths, [1, 1e-2] * 32, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_shows_in_its_block_alone(bad):
+    g, mu, w = random((96, 200), [jnp.float32] * 3)
+    _, out = run(g.at[40, 3].set(bad), mu, w, LAST, 32)
+    finite = np.all(np.isfinite(out), axis=1)
+    assert not finite[40]
+    assert finite[:32].all()
+    assert finite[64:].all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "block_rows", "fits"),
+    [
+        ((64, 64), LAST, 32, True),
+        ((64, 64), LAST, 1, False),  # Nora's own kernels
+        ((512, 512), LAST, 257, False),
+        ((512, 100), LAST, 512, True),  # a block has 100 rows
+        ((8, 3, 64), Rows((0,), (2,)), 4, True),
+        ((8, 3, 64), Rows((0,), (1,)), 3, False),  # a matrix's rows are apart
+        ((8, 3, 64), Rows((2,), (0,)), 4, False),
+        ((3, 64, 5), Rows((1,), (0, 2)), 4, False),
+        ((3, 4, 5), Rows((0, 2), (1,)), 4, False),
+        ((0, 4), LAST, 4, False),
+    ],
+)
+def test_which_rows_have_a_kernel(shape, rows, block_rows, fits):
+    assert _block_kernels.fits(rows, shape, block_rows) == fits
