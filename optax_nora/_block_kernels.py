@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from optax_nora._axes import Rows
 from optax_nora._blocks import QUINTICS, SHIFT, block_size, inverse_root
 from optax_nora._kernels import MOST_BATCHES, _fold, _fused_multiply_add, _like, _read
-from optax_nora._rows import Coefficients
+from optax_nora._step import Coefficients
 
 Array = jax.Array
 Ref = Any
