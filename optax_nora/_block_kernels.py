@@ -80,10 +80,8 @@ def _view(rows: Rows, shape: tuple[int, ...]) -> _View | None:
     before, n, after = _fold(rows, shape)
     last = after == 1
     end = min(rows.reduction) if last else len(shape)
-    if (
-        rows.output != tuple(range(end - len(rows.output), end))
-        or before > MOST_BATCHES
-        and not last
+    if rows.output != tuple(range(end - len(rows.output), end)) or (
+        before > MOST_BATCHES and not last
     ):
         return None
     fan_out = math.prod(shape[a] for a in rows.output)
@@ -124,7 +122,7 @@ def step(
     rows: Rows,
     block_rows: int,
     *,
-    write_weight: bool,
+    write_weights: bool,
     interpret: bool = False,
     tuning: Tuning = TUNING,
 ) -> tuple[Array, Array]:
@@ -148,7 +146,7 @@ def step(
     flat_w = w.reshape(view.shape)
     out = (
         (flat_w + update.astype(w.dtype)).astype(w.dtype)
-        if write_weight
+        if write_weights
         else update.astype(w.dtype)
     )
     return new_mu.reshape(mu.shape), out.reshape(w.shape)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_nora._axes import Rows
+from optax_nora._axes import Rows, mesh_axes
 from optax_nora._rows import (
     divide_by_norm,
     normalize,
@@ -90,7 +90,7 @@ def project_and_orthonormalize(
     return project_and_normalize(rows, mixed, w, 0) * _shortfall(square, power, eps)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """The direction of a step with blocks: a hashable value, as one function for all leaves."""
 
     block_rows: int
@@ -109,7 +109,7 @@ def direction_of(block_rows: int | None, project: bool) -> Direction:
         raise TypeError(f"project={project!r} is not a bool")
     if block_rows == 1 and project:
         return project_and_normalize
-    return _Blocks(int(block_rows), project)
+    return Blocks(int(block_rows), project)
 
 
 def check_block_rows(block_rows: int) -> None:
@@ -152,8 +152,8 @@ def mix(u: Array, rows: Rows, block_rows: int) -> Array:
         *(None if axis in rows.output[1:] else name for axis, name in enumerate(sharding.spec))
     )
     local_rows = rows._replace(
-        reduction_mesh=rows.reduction_mesh + _mesh_axes(spec, rows.reduction),
-        output_mesh=rows.output_mesh + _mesh_axes(spec, rows.output),
+        reduction_mesh=rows.reduction_mesh + mesh_axes(spec, rows.reduction),
+        output_mesh=rows.output_mesh + mesh_axes(spec, rows.output),
     )
     mixed = jax.shard_map(
         lambda x: _mix(x, local_rows, block_rows),
@@ -162,11 +162,6 @@ def mix(u: Array, rows: Rows, block_rows: int) -> Array:
         out_specs=spec,
     )(jax.sharding.reshard(u, NamedSharding(sharding.mesh, spec)))
     return jax.sharding.reshard(mixed, sharding)
-
-
-def _mesh_axes(spec: PartitionSpec, axes: tuple[int, ...]) -> tuple[str, ...]:
-    named = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
-    return tuple(n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,)))
 
 
 def _mix(u: Array, rows: Rows, block_rows: int) -> Array:

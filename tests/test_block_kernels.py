@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from optax_nora import _block_kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import orthonormalize
-from optax_nora._rows import Coefficients
+from optax_nora._step import Coefficients
 
 NUMBERS = Coefficients(
     grad_scale=0.5,
@@ -40,8 +40,8 @@ def random(shape, dtypes, seed=0):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes]
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "block_rows", "write_weight"))
-def run(g, mu, w, rows, block_rows, numbers=NUMBERS, write_weight=False):
+@functools.partial(jax.jit, static_argnames=("rows", "block_rows", "write_weights"))
+def run(g, mu, w, rows, block_rows, numbers=NUMBERS, write_weights=False):
     return _block_kernels.step(
         jnp.stack([jnp.float32(x) for x in numbers]),
         g,
@@ -49,7 +49,7 @@ def run(g, mu, w, rows, block_rows, numbers=NUMBERS, write_weight=False):
         w,
         rows,
         block_rows,
-        write_weight=write_weight,
+        write_weights=write_weights,
         interpret=jax.default_backend() != "gpu",
         tuning=SMALL,
     )
@@ -75,13 +75,13 @@ CASES = [  # ragged everywhere: no tile divides these
 @hypothesis.given(
     case=st.sampled_from(CASES),
     dtypes=st.tuples(*[st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])] * 3),
-    write_weight=st.booleans(),
+    write_weights=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_every_layout_and_dtype(case, dtypes, write_weight, seed):
+def test_every_layout_and_dtype(case, dtypes, write_weights, seed):
     shape, rows, block_rows = case
     g, mu, w = random(shape, dtypes, seed)
-    new_mu, out = run(g, mu, w, rows, block_rows, write_weight=write_weight)
+    new_mu, out = run(g, mu, w, rows, block_rows, write_weights=write_weights)
     assert new_mu.dtype == mu.dtype
     assert out.dtype == w.dtype
     c, scaled = NUMBERS, 0.5 * np.float32(g)
@@ -89,11 +89,11 @@ def test_every_layout_and_dtype(case, dtypes, write_weight, seed):
     eps_mu, eps_w = (float(jnp.finfo(x.dtype).eps) for x in (mu, w))
     np.testing.assert_allclose(np.float32(new_mu), want_mu, rtol=eps_mu, atol=4e-7)
     h = c.ahead * np.float32(new_mu) + c.one_minus_ahead * scaled
-    d = np.float32(orthonormalize(jnp.asarray(h), rows, block_rows, c.eps))
+    d = np.float32(orthonormalize(rows, jnp.asarray(h), block_rows, c.eps))
     wide = np.float32(w)
     update = -c.learning_rate * (c.row_scale * d + c.weight_decay * wide)
-    got = np.float32(out) - wide if write_weight else np.float32(out)
-    rounding = 2 * eps_w * (np.abs(update) + write_weight * np.abs(wide))
+    got = np.float32(out) - wide if write_weights else np.float32(out)
+    rounding = 2 * eps_w * (np.abs(update) + write_weights * np.abs(wide))
     assert np.all(np.abs(got - update) <= rounding + c.learning_rate * c.row_scale * OFF)
 
 
@@ -137,7 +137,7 @@ def test_hard_blocks(name, first, dtype):
     rows = FIRST if first else LAST
     zero = jnp.zeros_like(g, jnp.float32)
     _, d = run(g, zero, zero, rows, 32, PLAIN._replace(eps=0.0))
-    want = np.float64(orthonormalize(jnp.float32(g), rows, 32, 0.0))
+    want = np.float64(orthonormalize(rows, jnp.float32(g), 32, 0.0))
     d, want = (np.float64(x.T if first else x) for x in (d, want))
     lengths, norms = (np.linalg.norm(x, axis=1) for x in (d, want))
     np.testing.assert_allclose(lengths, norms.round(), rtol=1e-6)
