@@ -20,7 +20,9 @@ from optax_nora._rows import row_normalize as row_normalize
 from optax_nora._rows import row_project as row_project
 from optax_nora._rows import scale_by_row_shape as scale_by_row_shape
 from optax_nora._rules import by_path as by_path
+from optax_nora._rules import default_routing as default_routing
 from optax_nora._rules import in_shard_map as in_shard_map
+from optax_nora._rules import kernels as kernels
 from optax_nora._rules import stacked as stacked
 from optax_nora._step import StepTransformation as StepTransformation
 from optax_nora._summary import summarize as summarize

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_nora._axes import Rows
+from optax_nora._default import Default
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, for_nora, route
+from optax_nora._routing import WeightDimensionNumbers, for_nora, resolve
 from optax_nora._rows import product, project, widen
-from optax_nora._rules import Default
 
 Array = jax.Array
 
@@ -78,12 +78,11 @@ def row_geometry(
       >>> float(rows.radial_mean), float(rows.norm_mean)
       (0.0, 5.0)
     """
-    rule = as_rule(weight_dimension_numbers, Default(), params)
-    check(params, rule)
+    rows_at = resolve(params, weight_dimension_numbers, Default())
     found: dict[str, RowGeometry] = {}
 
     def measure(leaf: Leaf, *arrays: Array) -> Array:
-        rows = for_nora(leaf, route(leaf, rule))
+        rows = for_nora(leaf, rows_at[leaf.path])
         if rows is not None:
             found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
         return arrays[0]

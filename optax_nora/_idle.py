@@ -10,7 +10,7 @@ from optax_nora._axes import Rows
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows
 from optax_nora._rows import widen
-from optax_nora._rules import Kernels
+from optax_nora._rules import DenseOnly as Kernels
 
 Array = jax.Array
 

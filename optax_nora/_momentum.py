@@ -10,9 +10,9 @@ import optax
 from optax_nora._axes import Rows
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import WeightDimensionNumbers, as_rule, check, map_rows, route
+from optax_nora._routing import WeightDimensionNumbers, map_rows, resolve
 from optax_nora._rows import widen
-from optax_nora._rules import Kernels
+from optax_nora._rules import DenseOnly as Kernels
 
 Array = jax.Array
 
@@ -31,11 +31,10 @@ def zero_momentum(
     params: PyTree, mu_dtype: Any, weight_dimension_numbers: WeightDimensionNumbers
 ) -> PyTree:
     """A zero for each matrix, shaped and sharded like it; nothing for the other leaves."""
-    rule = as_rule(weight_dimension_numbers, Kernels(), params)
-    check(params, rule)
+    rows_at = resolve(params, weight_dimension_numbers, Kernels())
 
     def zeros(leaf: Leaf, param: Array) -> Any:
-        matrix = route(leaf, rule) is not None
+        matrix = rows_at[leaf.path] is not None
         return jnp.zeros_like(param, dtype=mu_dtype) if matrix else optax.MaskedNode()
 
     return map_leaves(zeros, params)

@@ -11,11 +11,11 @@ import optax
 from optax_nora._axes import Rows
 from optax_nora._backend import by_kernel, has_kernel, uses_kernels
 from optax_nora._checks import require_params
+from optax_nora._default import Default
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._momentum import MomentumState
-from optax_nora._routing import WeightDimensionNumbers, as_rule, for_nora, route
+from optax_nora._routing import WeightDimensionNumbers, for_nora, resolve
 from optax_nora._rows import Coefficients, widen
-from optax_nora._rules import Default
 
 Array = jax.Array
 
@@ -110,12 +110,12 @@ class Update:
         self, grads: PyTree, state: Any, params: PyTree, grad_scale: Any, *, write_weight: bool
     ) -> PyTree:
         """A tree of `_Made` for the leaves that have a kernel, and `optax.MaskedNode`."""
-        rule = as_rule(self.weight_dimension_numbers, Default(), params)
+        rows_at = resolve(params, self.weight_dimension_numbers, Default())
         momentum, count = _Place.of(state)
         kernels = uses_kernels(self.backend)
 
         def one(leaf: Leaf, w: Array, g: Array, mu: Any, decays: Any) -> Any:
-            rows = for_nora(leaf, route(leaf, rule))
+            rows = for_nora(leaf, rows_at[leaf.path])
             if not kernels or mu is None or rows is None or not has_kernel(rows, g, mu, w):
                 return optax.MaskedNode()
             numbers = self.coefficients(leaf.shape, rows, decays, count)

@@ -128,7 +128,7 @@ def test_bfloat16_is_measured_in_float32():
 
 
 def test_trees_that_differ():
-    with pytest.raises(ValueError, match="give trees of one structure"):
+    with pytest.raises(ValueError, match="as trees of one structure"):
         row_geometry({"kernel": normal(4, 8)}, {})
 
 
