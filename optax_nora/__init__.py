@@ -1,6 +1,7 @@
 """Nora (Normalized Orthogonal Row Alignment) for JAX, as optax gradient transformations."""
 
 from optax_nora import baselines as baselines
+from optax_nora import rules as rules
 from optax_nora._deflate import deflate_rows as deflate_rows
 from optax_nora._geometry import RowGeometry as RowGeometry
 from optax_nora._geometry import equilibrium_row_norm as equilibrium_row_norm

@@ -16,6 +16,7 @@ from optax_nora._names import (
     EXPERTS,
     FUSED,
     MATRIX_NAMES,
+    MLPS,
     STACKS,
     any_word,
     names_vector,
@@ -108,7 +109,7 @@ def _pair(leaf: Leaf) -> Guess:
         return None, "stacked vectors"
     told = axes_told(leaf)
     beside = leaf.name in out_first(leaf)
-    first = told == (0,) if told else names_weight(leaf) or beside
+    first = told == (0,) if told is not None else names_weight(leaf) or beside
     return (MuonDimensionNumbers(1, 0), "(out, in)") if first else _IN_OUT
 
 
@@ -131,24 +132,23 @@ def _more(leaf: Leaf) -> Guess:
     axes = tuple(range(n))
     out = axes_told(leaf)
     by_name = _attention(leaf)
-    if any_word(path, frozenset({"gating"})) and n == 3:
-        wide = _gated_width(leaf)
-        last = shape[2] == wide if shape[1] != shape[2] else False
+    if n == 3 and any_word(path, frozenset({"gating"})):
+        wide = gated_width(leaf) or min(shape[1:])
+        last = shape[1] != shape[2] == wide
         return MuonDimensionNumbers(1 + last, (0, 2 - last)), "fused gate"
     if any_word(path, EXPERTS):
         last = (n - 1, n - 2) if names_weight(leaf) else (n - 2, n - 1)
         return MuonDimensionNumbers(*last), "experts"
     if out is not None:
-        return MuonDimensionNumbers(
-            tuple(a for a in axes if a not in out), out if len(out) > 1 else out[0]
-        ), "its bias has the length of the outputs"
+        rest = tuple(a for a in axes if a not in out)
+        return MuonDimensionNumbers(rest, out), "its bias has the length of the outputs"
     if any_word(path, CONVOLUTIONS):
         return _convolution(leaf)
     if by_name is not None:
         return by_name
     if n == 3:
         if names_weight(leaf):
-            conv = shape[2] < min(12, *shape[:2])
+            conv = shape[2] <= min(12, *shape[:2])
             return _convolution(leaf) if conv else (MuonDimensionNumbers(2, 1), "(..., out, in)")
         if shape[0] >= max(shape):
             return MuonDimensionNumbers(0, (1, 2)), "(in, heads, head_dim)"
@@ -158,6 +158,8 @@ def _more(leaf: Leaf) -> Guess:
 
 def _attention(leaf: Leaf) -> Guess | None:
     shape, n = leaf.shape, leaf.ndim
+    if any_word(leaf.segments, MLPS):
+        return None
     einsum = any_word(leaf.segments, frozenset({"einsum"}))
     fused = any_word(leaf.segments, FUSED)
     if fused and n == 4 and shape[1] in (2, 3) and not einsum:
@@ -188,11 +190,14 @@ def _convolution(leaf: Leaf) -> Guess:
     return MuonDimensionNumbers((*window, before), last), "convolution (..., in, out)"
 
 
-def _gated_width(leaf: Leaf) -> int:
+def gated_width(leaf: Leaf) -> int | None:
     """The length of a fused gate's input axis: that of the output of ``linear`` beside it."""
+    modules = leaf.tree.modules
     for module in (leaf.segments[:-1], leaf.segments[:-2]):
-        for place in (module, (*module, "linear")):
-            for name, shape in leaf.tree.modules.get(place, {}).items():
-                if len(shape) == 2 and "linear" in (name, place[-1:] and place[-1]):
-                    return shape[-1]
-    return min(leaf.shape[1:])
+        beside = [
+            modules.get(module, {}).get("linear", ()),
+            *modules.get((*module, "linear"), {}).values(),
+        ]
+        if widths := {shape[-1] for shape in beside if len(shape) == 2}:
+            return widths.pop()
+    return None

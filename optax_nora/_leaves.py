@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optax_nora._names import POSITIONS, WRAPPERS, any_word, names_embedding
+from optax_nora._names import POSITIONS, WRAPPED, WRAPPERS, any_word, names_embedding
 
 PyTree = Any
 Path = tuple[str, ...]
@@ -32,7 +31,9 @@ def split_path(path: Path) -> Path:
 @cache
 def _segments(path: Path) -> Path:
     segments = split_path(path)
-    while len(segments) > 1 and segments[-1] in WRAPPERS:
+    while len(segments) > 1 and (
+        segments[-1] in WRAPPERS or (segments[-1] == "0" and segments[-2] in WRAPPED)
+    ):
         segments = segments[:-1]
     return segments
 
@@ -165,13 +166,14 @@ def array_of(node: Any) -> Any:
 
 def describe(path: Path, array: Any) -> Leaf:
     """The `Leaf` of an array, a tracer or a `jax.ShapeDtypeStruct`."""
-    if not (hasattr(array, "dtype") or isinstance(array, int | float | complex)):
-        where = "/".join(path) or "(root)"
-        raise ValueError(
-            f"the leaf {where} is {repr(array)[:80]}, not an array: keep it out of the parameters"
-        )
-    dtype = array.dtype if hasattr(array, "dtype") else jnp.result_type(array)
-    return Leaf(path, tuple(np.shape(array)), dtype)
+    if hasattr(array, "dtype"):
+        return Leaf(path, tuple(array.shape), array.dtype)
+    if isinstance(array, int | float | complex):
+        return Leaf(path, (), jnp.result_type(array))
+    where = "/".join(path) or "(root)"
+    raise ValueError(
+        f"the leaf {where} is {repr(array)[:80]}, not an array: keep it out of the parameters"
+    )
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -190,12 +192,12 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
             return node
         leaf, arrays = describe(path, array), [array_of(other) for other in others]
         for other in arrays:
-            # What has no shape is what `fn` made for itself: a record of the leaf.
-            free = other is None or not hasattr(other, "shape") or other.dtype == bool
-            if not free and tuple(other.shape) != leaf.shape:
+            # What is no array is what the caller made for himself.
+            shape = getattr(other, "shape", leaf.shape)
+            if shape != leaf.shape and other.dtype != bool:
                 raise ValueError(
-                    f"the leaf {leaf.slashed} is {leaf.shape} in one tree and {other.shape} in "
-                    "another: gradients, state and parameters must have the same shapes"
+                    f"the leaf {leaf.slashed} is {leaf.shape} in one tree and {shape} in another: "
+                    "gradients, state and parameters must have the same shapes"
                 )
         out = fn(leaf, array, *arrays)
         masked = isinstance(out, optax.MaskedNode)

@@ -17,6 +17,7 @@ def _set(names: str) -> frozenset[str]:
 MATRIX_NAMES = frozenset({"kernel", "w"})
 # Segments that a library puts behind a leaf's own name.
 WRAPPERS = frozenset({"array", "value", "raw_value"})
+WRAPPED = frozenset({"weight", "bias"})  # and 0 behind these: Haliax' arrays in a sequence
 
 NORMS = frozenset({"ln", "norms", "rms", "bn", "gn", "normalization"})  # and all that ends in norm
 BIASES = frozenset({"bias", "biases"})
@@ -45,6 +46,7 @@ ATTENTION_IN = _set("query key value q k v qkv kv wq wk wv")
 ATTENTION_OUT = _set("out o vec wo")
 FUSED = _set("qkv kv fused")
 STACKS = _set("layer layers block blocks stack stacked scan repeat stages")
+MLPS = _set("mlp ffn feedforward")
 EXPERTS = _set("moe expert experts exp")
 CONVOLUTIONS = _set("conv convs convolution patch patches deconv")
 

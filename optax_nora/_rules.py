@@ -110,6 +110,7 @@ def matches(pattern: str, leaf: Leaf) -> bool:
 @dataclasses.dataclass(frozen=True)
 class ByPath(Rule):
     patterns: tuple[tuple[str, "MuonDimensionNumbers | Rule | None"], ...]
+    optional: bool = False  # whether patterns may match nothing, as those of a family of models
 
     def decide(self, leaf: Leaf) -> Decision:
         for pattern, spec in self.patterns:
@@ -118,7 +119,8 @@ class ByPath(Rule):
         return Default().decide(leaf)
 
     def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
-        return [p for p, _ in self.patterns if not any(matches(p, leaf) for leaf in leaves)]
+        patterns = () if self.optional else self.patterns
+        return [p for p, _ in patterns if not any(matches(p, leaf) for leaf in leaves)]
 
 
 @dataclasses.dataclass(frozen=True)

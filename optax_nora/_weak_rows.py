@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_nora._axes import Rows
 from optax_nora._leaves import Path, PyTree, array_of, describe, nodes_with_paths
@@ -59,6 +60,6 @@ def warn_of_weak_rows(params: PyTree, rows_at: Mapping[Path, Rows | None]) -> No
 
 
 def _is_at_hand(array: Any) -> bool:
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array | np.ndarray):
+    if isinstance(array, Tracer) or not isinstance(array, jax.Array | np.ndarray):
         return False
     return bool(array.size) and getattr(array, "is_fully_addressable", True)
