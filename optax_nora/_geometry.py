@@ -84,7 +84,10 @@ def row_geometry(
     def measure(leaf: Leaf, *arrays: Array) -> Array:
         rows = for_nora(leaf, rows_at[leaf.path])
         if rows is not None:
-            found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
+            name = (
+                str(leaf.path) if leaf.slashed in found else leaf.slashed
+            )  # a/b of a, b or of a/b
+            found[name] = _measure(rows, eps, *map(widen, arrays))
         return arrays[0]
 
     map_leaves(measure, params, grads, *(() if updates is None else (updates,)))

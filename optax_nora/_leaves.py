@@ -150,9 +150,13 @@ def path_of(key_path: tuple[Any, ...]) -> Path:
     )
 
 
-def nodes_with_paths(tree: PyTree) -> tuple[list[tuple[Path, Any]], Any]:
+def nodes_with_paths(
+    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> tuple[list[tuple[Path, Any]], Any]:
     """The leaves of ``tree`` with their paths, boxes taken as leaves, and the structure."""
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _is_leaf(node) or is_leaf(node)
+    )
     return [(path_of(path), node) for path, node in nodes], treedef
 
 

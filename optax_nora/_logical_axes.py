@@ -1,6 +1,7 @@
 """Routing by the logical axis names that Flax parameters carry."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,9 @@ def from_logical_axes(
       feature_axes: more names of axes that are one side of a matrix alone.
       adamw_axes: more names that send a leaf to AdamW.
 
+    Warns:
+      UserWarning: if no leaf carries names.
+
     Returns:
       A rule. A leaf takes the default routing where its own name is that of a vector, an embedding
       or an output head, and where an axis has no name, one that is not known, or one of the mesh.
@@ -132,6 +136,8 @@ def from_logical_axes(
             found[path] = tuple(
                 name if isinstance(name, str) and name not in physical else None for name in names
             )
+    if not found and jax.tree.leaves(params):
+        warnings.warn("no leaf carries logical axis names: all take the default", stacklevel=2)
     given = {"batch": batch_axes, "joint": joint_axes, "feature": feature_axes, "adamw": adamw_axes}
     kinds = {name: kind for kind, names in given.items() for name in names}
     return LogicalAxes(Frozen(found), Frozen(kinds))

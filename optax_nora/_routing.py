@@ -26,7 +26,6 @@ from optax_nora._leaves import (
     describe,
     map_leaves,
     nodes_with_paths,
-    path_of,
 )
 from optax_nora._rules import (
     ByPath,
@@ -57,18 +56,26 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
         return one_rule(given, "weight_dimension_numbers is")
     if is_function(given):
         return as_rule(given(tree), default, tree)
-    specs, _ = jax.tree_util.tree_flatten_with_path(
-        given, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-    )
-    for path, spec in specs:
-        if not (spec is None or isinstance(spec, MuonDimensionNumbers)):
-            where = "/".join(path_of(path)) or "(root)"
+    specs = {path: _unboxed(node) for path, node in nodes_with_paths(given, _is_spec)[0]}
+    for path, spec in specs.items():
+        if not _is_spec(spec):
+            where = "/".join(path) or "(root)"
             raise ValueError(
                 f"weight_dimension_numbers has {repr(spec)[:80]} at {where}; give "
                 "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), or None for "
                 "AdamW (under optax.inject_hyperparams a rule: it takes functions for schedules)"
             )
-    return listed({path_of(path): spec for path, spec in specs})
+    return listed(specs)
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers)
+
+
+def _unboxed(node: Any) -> Any:
+    """What `jax.tree.map` over boxes leaves in them."""
+    inside = [node] if _is_spec(node) else jax.tree.leaves(node, is_leaf=_is_spec)
+    return inside[0] if len(inside) == 1 else node
 
 
 class Routed(NamedTuple):

@@ -5,6 +5,7 @@ What a rule does not know takes the default routing, so that `nora` asks at ``in
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 from optax.contrib import MuonDimensionNumbers
@@ -13,7 +14,7 @@ from optax_nora._default import Decision, Default, Rule, ask, by_name
 from optax_nora._guess import axes_told, gated_width, names_weight, stack_axis
 from optax_nora._leaves import Leaf, PyTree, path_of
 from optax_nora._names import CONVOLUTIONS, any_word
-from optax_nora._rules import by_path, kernels
+from optax_nora._rules import ByPath, kernels
 from optax_nora._rules import stacked as _stacked
 
 
@@ -55,8 +56,8 @@ class _OutFirst(Rule):
         return Decision(MuonDimensionNumbers(tuple(range(1, leaf.ndim)), 0))
 
 
-def _family(patterns: dict[str, MuonDimensionNumbers | Rule | None]) -> Rule:
-    return dataclasses.replace(by_path(patterns), optional=True)
+def _family(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
+    return ByPath(tuple(patterns.items()), optional=True)
 
 
 _IN = _Layer(MuonDimensionNumbers(0, (1, 2)), 3)  # (embed, heads, head_dim)

@@ -132,6 +132,11 @@ def test_trees_that_differ():
         row_geometry({"kernel": normal(4, 8)}, {})
 
 
+def test_paths_that_read_alike_have_entries_of_their_own():
+    tree = {"a": {"b/kernel": normal(4, 8)}, "a/b": {"kernel": normal(4, 8)}}
+    assert list(row_geometry(tree, tree)) == ["a/b/kernel", "('a/b', 'kernel')"]
+
+
 # Equilibrium
 
 

@@ -172,3 +172,8 @@ def test_names_of_embeddings_heads_and_vectors_count(path, names, shape):
     params = {path: Box(jnp.ones(shape), names)}
     rule = optax_nora.from_logical_axes(params)
     assert optax_nora.infer_dimension_numbers(params, rule) == {path: None}
+
+
+def test_a_tree_without_names_is_told():
+    with pytest.warns(UserWarning, match="no leaf carries logical axis names"):
+        optax_nora.from_logical_axes({"up": {"kernel": jnp.ones((8, 16))}})

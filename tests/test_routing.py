@@ -220,6 +220,13 @@ def test_a_tree_that_can_be_called_is_a_tree():
     assert infer_dimension_numbers(params, inferred) == inferred
 
 
+def test_specs_may_be_in_boxes():
+    params = {"up": {"kernel": Box(jnp.ones((4, 8))), "bias": Box(jnp.ones(8))}}
+    specs = jax.tree.map(lambda p: OUT_IN if p.ndim == 2 else None, params)
+    assert isinstance(specs["up"]["kernel"], Box)
+    assert infer_dimension_numbers(params, specs) == {"up": {"kernel": OUT_IN, "bias": None}}
+
+
 def test_keys_with_slashes_are_kept_apart():
     params = {"a": {"b/c": jnp.ones((4, 8))}, "a/b": {"c": jnp.ones((4, 8))}}
     specs = {"a": {"b/c": OUT_IN}, "a/b": {"c": None}}
