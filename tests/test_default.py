@@ -1,13 +1,18 @@
 """The default routing: right, or asked for, from names, ranks and neighbours."""
 
+import io
+
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import optax_nora
 from optax_nora._default import Default
 from optax_nora._routing import as_rule, survey
+from optax_nora._rules import ByPath
 
 ASK, UNSURE = "ask", "unsure"
 IN_OUT, OUT_IN = ((0,), (1,)), ((1,), (0,))
@@ -40,15 +45,18 @@ def unsure(shapes):
     return {one.leaf.slashed for one in routed if not one.decision.sure and not one.decision.ask}
 
 
-def pasted(shapes, given=None):
+def pasted(shapes, rule=None):
     """The routing after pasting what the error proposes."""
     with pytest.raises(ValueError, match="nothing says which axes are a row") as error:
-        optax_nora.nora(0.1, weight_dimension_numbers=given).init(tree_of(shapes))
+        optax_nora.nora(0.1, weight_dimension_numbers=rule).init(tree_of(shapes))
     message = str(error.value)
     code = message[message.index("optax_nora.by_path({") : message.index("with `from optax")]
-    code = code.replace("'**': ...", "'**': given")
-    names = {"optax_nora": optax_nora, "MuonDimensionNumbers": MuonDimensionNumbers, "given": given}
-    return routing(shapes, eval(code, names))
+    code = code.replace("'**': ...", "'**': rule")
+    names = {"optax_nora": optax_nora, "MuonDimensionNumbers": MuonDimensionNumbers, "rule": rule}
+    answer = eval(code, names)
+    if isinstance(rule, ByPath):  # "your own patterns follow here"
+        answer = ByPath((*answer.patterns, *rule.patterns))
+    return routing(shapes, answer)
 
 
 # Two axes
@@ -368,3 +376,49 @@ def test_under_a_stack_at_axis_1_too():
     shapes = {"moe/wi_0": (8, 6, 64, 128)}
     assert routing(shapes, optax_nora.stacked(axis=1)) == {"moe/wi_0": ASK}
     assert pasted(shapes, optax_nora.stacked(axis=1)) == {"moe/wi_0": ((2,), (3,))}
+
+
+# Any tree
+
+
+SEGMENTS = st.sampled_from(
+    [
+        *("layers", "blocks", "0", "1", "12", "layer_0", "layer_1", "mlp", "moe", "attention", "q"),
+        *("out", "qkv_einsum", "gating_einsum", "linear", "conv1", "norm", "embed", "head", "a[0]"),
+    ]
+)
+LEAVES = st.sampled_from(
+    ["kernel", "w", "weight", "bias", "b", "scale", "weight_hh", "lora_a", "wi_0", "A_log", "x*"]
+)
+SHAPES = st.lists(st.sampled_from([1, 2, 3, 8, 16, 64]), max_size=5).map(tuple)
+
+
+def is_apart(paths):
+    """Whether no path is the beginning of another, so that nested dicts can hold all."""
+    return not any(a != b and b.startswith(a + "/") for a in paths for b in paths)
+
+
+TREES = st.dictionaries(
+    st.tuples(st.lists(SEGMENTS, max_size=4), LEAVES).map(lambda p: "/".join([*p[0], p[1]])),
+    SHAPES,
+    min_size=1,
+    max_size=12,
+).filter(is_apart)
+
+
+RULES = [None, optax_nora.rules.equinox(), optax_nora.by_path({"mlp/kernel": None})]
+
+
+@given(TREES, st.sampled_from(RULES))
+@pytest.mark.filterwarnings("ignore:weight_dimension_numbers names")  # mlp/kernel may be missing
+@settings(max_examples=200, deadline=None)
+def test_what_is_pasted_answers_the_question_and_changes_nothing_else(shapes, rule):
+    before = routing(shapes, rule)
+    if rule is None:
+        optax_nora.summarize(tree_of(shapes), file=io.StringIO())
+    if ASK not in before.values():
+        return
+    after = pasted(shapes, rule)
+    assert ASK not in after.values()
+    settled = {path for path, where in before.items() if where != ASK}
+    assert {path: after[path] for path in settled} == {path: before[path] for path in settled}

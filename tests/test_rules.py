@@ -316,6 +316,23 @@ def test_fans_are_those_of_the_whole_matrix():
     assert fans[-1] == (8, 12)
 
 
+def test_neighbours_are_compared_as_they_are_over_all_devices():
+    # On each device the bias is as long as the kernel's first axis, in truth as its second.
+    specs = {"kernel": P(), "bias": P("tp")}
+    rule = optax_nora.in_shard_map(specs)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+    seen = []
+
+    def see(tree):
+        seen.append(resolve(tree, rule, Default()))
+        return tree
+
+    jax.jit(jax.shard_map(see, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
+    assert seen[0] == resolve(params, rule, Default())
+    assert seen[0]["kernel",] == ((0,), (1,), (), ())
+
+
 # rows_of: dimension numbers against a leaf
 
 
