@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import optax_nora
-from optax_nora._default import Rule
+from optax_nora._default import Default, Rule
 from optax_nora._leaves import Leaf
+from optax_nora._routing import resolve
 from optax_nora._rules import DenseOnly, Everywhere, matches, rows_of
 
 
