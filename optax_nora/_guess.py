@@ -86,13 +86,8 @@ def stack_axis(leaf: Leaf) -> int | None:
 
 def outward(numbers: MuonDimensionNumbers, axis: int) -> MuonDimensionNumbers:
     """Numbers of one layer, counted from the front, as those of layers stacked along ``axis``."""
-    return MuonDimensionNumbers(
-        *(tuple(a + (a >= axis) for a in _tuple(axes)) for axes in numbers[:2])
-    )
-
-
-def _tuple(axes: object) -> tuple[int, ...]:
-    return axes if isinstance(axes, tuple) else (axes,)  # type: ignore[return-value]
+    sides = ((side,) if isinstance(side, int) else side for side in numbers[:2])
+    return MuonDimensionNumbers(*(tuple(a + (a >= axis) for a in side) for side in sides))
 
 
 def guess(leaf: Leaf) -> Guess:
@@ -129,9 +124,6 @@ def out_first(leaf: Leaf) -> frozenset[str]:
 
 def _more(leaf: Leaf) -> Guess:
     shape, path, n = leaf.shape, leaf.segments, leaf.ndim
-    axes = tuple(range(n))
-    out = axes_told(leaf)
-    by_name = _attention(leaf)
     if n == 3 and any_word(path, frozenset({"gating"})):
         wide = gated_width(leaf) or min(shape[1:])
         last = shape[1] != shape[2] == wide
@@ -139,13 +131,13 @@ def _more(leaf: Leaf) -> Guess:
     if any_word(path, EXPERTS):
         last = (n - 1, n - 2) if names_weight(leaf) else (n - 2, n - 1)
         return MuonDimensionNumbers(*last), "experts"
-    if out is not None:
-        rest = tuple(a for a in axes if a not in out)
+    if (out := axes_told(leaf)) is not None:
+        rest = tuple(a for a in range(n) if a not in out)
         return MuonDimensionNumbers(rest, out), "its bias has the length of the outputs"
     if any_word(path, CONVOLUTIONS):
         return _convolution(leaf)
-    if by_name is not None:
-        return by_name
+    if (known := _attention(leaf)) is not None:
+        return known
     if n == 3:
         if names_weight(leaf):
             conv = shape[2] <= min(12, *shape[:2])

@@ -56,7 +56,8 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
         return one_rule(given, "weight_dimension_numbers is")
     if is_function(given):
         return as_rule(given(tree), default, tree)
-    specs = {path: _unboxed(node) for path, node in nodes_with_paths(given, _is_spec)[0]}
+    nodes = nodes_with_paths(given, _is_spec)[0]
+    specs = {p: _unboxed(node) for p, node in nodes if not isinstance(node, optax.MaskedNode)}
     for path, spec in specs.items():
         if not _is_spec(spec):
             where = "/".join(path) or "(root)"

@@ -227,6 +227,12 @@ def test_specs_may_be_in_boxes():
     assert infer_dimension_numbers(params, specs) == {"up": {"kernel": OUT_IN, "bias": None}}
 
 
+def test_specs_may_be_masked():
+    params = {"up": optax.MaskedNode(), "down": jnp.ones((4, 8))}
+    specs = {"up": optax.MaskedNode(), "down": OUT_IN}
+    assert infer_dimension_numbers(params, specs) == specs
+
+
 def test_keys_with_slashes_are_kept_apart():
     params = {"a": {"b/c": jnp.ones((4, 8))}, "a/b": {"c": jnp.ones((4, 8))}}
     specs = {"a": {"b/c": OUT_IN}, "a/b": {"c": None}}
