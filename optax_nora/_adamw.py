@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._axes import Rows
 from optax_nora._checks import check_moment_dtype, check_range, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._routing import (
-    Path,
     Routes,
     WeightDimensionNumbers,
     check_matched,
     enclosing,
-    whole_model,
+    route_tree,
 )
 from optax_nora._rows import widen
 
@@ -115,13 +113,9 @@ def route_to(
 
     def routed(params: PyTree) -> tuple[optax.GradientTransformationExtraArgs, Routes]:
         """The partition and the rows by path: once an update, the routing is asked."""
-        routes: dict[Path, Rows | None] = {}
-
-        def label(leaf: Leaf, rows: Rows | None) -> str:
-            routes[leaf.path] = rows
-            return "adamw" if rows is None else "matrix"
-
-        labels = whole_model(label, params, weight_dimension_numbers)
+        labels, routes = route_tree(
+            lambda rows: "adamw" if rows is None else "matrix", params, weight_dimension_numbers
+        )
         return optax.partition(branches, labels), routes
 
     def init(params: PyTree) -> PyTree:

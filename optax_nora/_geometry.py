@@ -82,7 +82,9 @@ def row_geometry(
 
     def measure(leaf: Leaf, *arrays: Array) -> Array:
         if (rows := routes[leaf.path]) is not None:
-            found[leaf.slashed] = _measure(rows, eps, *map(widen, arrays))
+            # a/b is a, b or a/b
+            name = str(leaf.path) if leaf.slashed in found else leaf.slashed
+            found[name] = _measure(rows, eps, *map(widen, arrays))
         return arrays[0]
 
     map_leaves(measure, params, grads, *(() if updates is None else (updates,)))

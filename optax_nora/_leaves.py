@@ -1,40 +1,133 @@
 """Leaves of a parameter tree under one spelling of their paths.
 
-Flax NNX shows ``['a']['kernel'].value`` to ``init`` and ``['a']['kernel']`` to ``update``, Linen
+Flax NNX shows ``['a']['kernel'].value`` to `init` and ``['a']['kernel']`` to `update`, Linen
 boxes its leaves, other libraries have attribute or integer keys: here all of them become
 ``('a', 'kernel')``.
 """
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from optax_nora._names import POSITIONS, WRAPPED, WRAPPERS, any_word, names_embedding
+
 PyTree = Any
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+
+
+@cache
+def split_path(path: Path) -> Path:
+    """The segments of a path: Haiku's keys hold slashes."""
+    return tuple(segment for key in path for segment in key.split("/"))
+
+
+@cache
+def _segments(path: Path) -> Path:
+    segments = split_path(path)
+    while len(segments) > 1 and (
+        segments[-1] in WRAPPERS or (segments[-1] == "0" and segments[-2] in WRAPPED)
+    ):
+        segments = segments[:-1]
+    return segments
+
+
+class Tree:
+    """What the neighbours of a leaf say: the shapes of a whole tree."""
+
+    def __init__(
+        self, shapes: Iterable[tuple[Path, Shape]] = (), vocabulary: "frozenset | None" = None
+    ):
+        self.shapes = dict(shapes)
+        self.facts: dict[Any, Any] = {}  # what others found out, once for the tree
+        if vocabulary is not None:
+            self.vocabulary = vocabulary
+
+    @cached_property
+    def modules(self) -> dict[Path, dict[str, Shape]]:
+        """The leaves of each module: their names and shapes."""
+        found: dict[Path, dict[str, Shape]] = defaultdict(dict)
+        for path, shape in self.shapes.items():
+            segments = _segments(path)
+            found[segments[:-1]][segments[-1] if segments else ""] = shape
+        return found
+
+    @cached_property
+    def vocabulary(self) -> "frozenset[tuple[int, ...]]":
+        """The sorted shapes of the embeddings of words."""
+        return frozenset(
+            tuple(sorted(shape))
+            for path, shape in self.shapes.items()
+            if len(shape) == 2
+            and any(map(names_embedding, _segments(path)))
+            and not any_word(_segments(path), POSITIONS)
+        )
+
+    @cached_property
+    def below(self) -> dict[Path, list[tuple[Path, Shape]]]:
+        """All leaves under each module."""
+        found: dict[Path, list[tuple[Path, Shape]]] = defaultdict(list)
+        for path, shape in self.shapes.items():
+            segments = _segments(path)
+            for end in range(len(segments)):
+                found[segments[:end]].append((segments, shape))
+        return found
+
+    def without(self, axis: int) -> "Tree":
+        """The tree with ``axis`` taken out of every leaf that has it."""
+        if axis not in self.facts:
+            shapes = ((p, s[:axis] + s[axis + 1 :]) for p, s in self.shapes.items())
+            self.facts[axis] = Tree(shapes, self.vocabulary)
+        return self.facts[axis]
+
+
+NO_TREE = Tree()
 
 
 class Leaf(NamedTuple):
-    """What routing may know of a leaf: where it is, its shape and its dtype."""
+    """What routing may know of a leaf: where it is, its shape and dtype, and its tree.
 
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
+    ``stacked`` tells that an axis of stacked layers was taken out of the shape.
+    """
+
+    path: Path
+    shape: Shape
     dtype: Any
+    tree: Tree = NO_TREE
+    stacked: bool = False
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def segments(self) -> Path:
+        """The path as names: keys split at slashes, without a wrapper's last key."""
+        return _segments(self.path)
+
+    @property
     def name(self) -> str:
         """The last segment of the path that is not a number."""
-        return next((s for s in reversed(self.path) if not s.isdigit()), "")
+        return next((s for s in reversed(self.segments) if not s.isdigit()), "")
 
     @property
     def slashed(self) -> str:
         return "/".join(self.path) or "(root)"
+
+    def without(self, axis: int) -> "Leaf":
+        """The leaf of one layer of a stack along ``axis``."""
+        shape = self.shape[:axis] + self.shape[axis + 1 :]
+        return self._replace(shape=shape, tree=self.tree.without(axis), stacked=True)
 
     def __str__(self) -> str:
         return f"{self.slashed} {self.shape} {self.dtype}"
@@ -50,16 +143,21 @@ def _is_leaf(node: Any) -> bool:
     return _is_box(node) or isinstance(node, optax.MaskedNode)
 
 
-def path_segments(key_path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A jax key path as plain segments, whatever kinds of key it has; Haiku's keys hold slashes."""
-    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in key_path)
-    return tuple(segment for key in keys for segment in str(key).split("/"))
+def path_of(key_path: tuple[Any, ...]) -> Path:
+    """A jax key path as strings, whatever kinds of key it has."""
+    return tuple(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in key_path
+    )
 
 
-def nodes_with_paths(tree: PyTree) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
+def nodes_with_paths(
+    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> tuple[list[tuple[Path, Any]], Any]:
     """The leaves of ``tree`` with their paths, boxes taken as leaves, and the structure."""
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
-    return [(path_segments(path), node) for path, node in nodes], treedef
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _is_leaf(node) or is_leaf(node)
+    )
+    return [(path_of(path), node) for path, node in nodes], treedef
 
 
 def array_of(node: Any) -> Any:
@@ -70,35 +168,59 @@ def array_of(node: Any) -> Any:
     return arrays[0] if arrays else None
 
 
-def describe(path: tuple[str, ...], array: Any) -> Leaf:
+def describe(path: Path, array: Any) -> Leaf:
     """The `Leaf` of an array, a tracer or a `jax.ShapeDtypeStruct`."""
-    dtype = array.dtype if hasattr(array, "dtype") else jnp.result_type(array)
-    return Leaf(path, tuple(np.shape(array)), dtype)
+    if hasattr(array, "dtype"):
+        return Leaf(path, tuple(array.shape), array.dtype)
+    if isinstance(array, int | float | complex):
+        return Leaf(path, (), jnp.result_type(array))
+    where = "/".join(path) or "(root)"
+    raise ValueError(
+        f"the leaf {where} is {repr(array)[:80]}, not an array: keep it out of the parameters"
+    )
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """``fn(leaf, array, *arrays_of_rest)`` for every leaf of ``tree``, put back in its box.
 
-    The ``rest`` trees have their leaves in the same order; their boxes may differ. Leaves that a
-    mask took out of ``tree`` stay out; ``fn`` may take out more by returning `optax.MaskedNode()`.
+    Leaves are paired by their paths; containers and boxes may differ, paths and shapes may not (a
+    boolean speaks for a leaf of any shape). Leaves that a mask took out of ``tree`` stay out;
+    ``fn`` may take out more by returning `optax.MaskedNode()`.
     """
     nodes, treedef = nodes_with_paths(tree)
-    columns = [[node for _, node in nodes_with_paths(other)[0]] for other in rest]
-    for column in columns:
-        if len(column) != len(nodes):
-            raise ValueError(
-                f"the updates have {len(nodes)} leaves, the parameters or the state {len(column)}: "
-                "give trees of one structure"
-            )
+    columns = [_paired([path for path, _ in nodes], other) for other in rest]
 
-    def one(path: tuple[str, ...], node: Any, *others: Any) -> Any:
+    def one(path: Path, node: Any, *others: Any) -> Any:
         array = array_of(node)
         if array is None:
             return node
-        out = fn(describe(path, array), array, *(array_of(other) for other in others))
+        leaf, arrays = describe(path, array), [array_of(other) for other in others]
+        for other in arrays:
+            # What is no array is what the caller made for himself.
+            shape = getattr(other, "shape", leaf.shape)
+            if shape != leaf.shape and other.dtype != bool:
+                raise ValueError(
+                    f"the leaf {leaf.slashed} is {leaf.shape} in one tree and {shape} in another: "
+                    "gradients, state and parameters must have the same shapes"
+                )
+        out = fn(leaf, array, *arrays)
         masked = isinstance(out, optax.MaskedNode)
         return out if masked else jax.tree.unflatten(jax.tree.structure(node), [out])
 
     return treedef.unflatten(
         [one(path, node, *others) for (path, node), *others in zip(nodes, *columns, strict=True)]
     )
+
+
+def _paired(paths: list[Path], tree: PyTree) -> list[Any]:
+    """The nodes of ``tree`` in the order of ``paths``."""
+    found = dict(nodes_with_paths(tree)[0])
+    other = next((path for path in paths if path not in found), None)
+    if other is None and len(found) > len(paths):
+        other = next(path for path in found if path not in set(paths))
+    if other is not None:
+        raise ValueError(
+            f"the leaf {'/'.join(other) or '(root)'} is in one tree and not in another: give "
+            "gradients, state and parameters as trees of one structure"
+        )
+    return [found[path] for path in paths]

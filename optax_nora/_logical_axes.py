@@ -1,13 +1,33 @@
 """Routing by the logical axis names that Flax parameters carry."""
 
-from collections.abc import Sequence
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._leaves import PyTree, array_of, describe, nodes_with_paths
-from optax_nora._rules import VECTOR_NAMES, Default, Listed, Rule
+from optax_nora._default import Decision, Default, Rule, by_name
+from optax_nora._leaves import Leaf, Path, PyTree, array_of, nodes_with_paths
+from optax_nora._names import words
+from optax_nora._rules import Frozen
+
+# The last of these words in an axis' name says what it is, `no` and what follows apart.
+KINDS = {
+    "batch": ("layers", "layer", "stage", "stages", "repeat", "stack", "scan"),
+    "experts": ("exp", "expert", "experts"),
+    "joint": ("heads", "head", "kv", "qkv", "q", "k", "v"),
+    "window": ("height", "width", "depth", "time", "spatial", "window", "conv"),
+    "adamw": ("vocab", "vocabulary", "classes", "norm"),
+    "feature": (
+        *("embed", "embedding", "mlp", "hidden", "in", "out", "input", "output"),
+        *("features", "feature", "channels", "ffn", "ff", "model", "lora", "rank"),
+    ),
+}
+_KIND_OF = {word: kind for kind, known in KINDS.items() for word in known}
+_FILLERS = frozenset({"dim", "axis", "size"})
 
 
 def _axis_names(node: Any) -> tuple[Any, ...] | None:
@@ -21,32 +41,86 @@ def _axis_names(node: Any) -> tuple[Any, ...] | None:
     return tuple(names) if isinstance(names, tuple | PartitionSpec) else None
 
 
+def _mesh_axes(array: Any) -> frozenset[str]:
+    """The axes of the mesh in context and of the array's own: no logical names."""
+    own = getattr(getattr(getattr(array, "sharding", None), "mesh", None), "axis_names", ())
+    return frozenset(jax.sharding.get_abstract_mesh().axis_names) | frozenset(own)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalAxes(Rule):
+    names: Mapping[Path, tuple[str | None, ...]]
+    kinds: Mapping[str, str]
+
+    def decide(self, leaf: Leaf) -> Decision:
+        default = by_name(leaf)
+        names = self.names.get(leaf.path)
+        if names is None or len(names) > leaf.ndim or (default and default.numbers is None):
+            return Default().decide(leaf)
+        kinds = [self._kind(name) for name in names] + [None] * (leaf.ndim - len(names))
+        if "adamw" in kinds:
+            return Decision(None)
+        if None in kinds:
+            return Default().decide(leaf)
+        if kinds[-1] == "experts":
+            kinds[-1] = "feature"  # of a router, (embed, experts)
+        sides: list[list[int]] = []
+        for axis, kind in enumerate(kinds):
+            if kind in ("batch", "experts"):
+                continue
+            if kind == "joint" and sides and kinds[sides[-1][-1]] == "joint":
+                sides[-1].append(axis)
+            else:
+                sides.append([axis])
+        if len(sides) < 2:
+            return Decision(None)
+        if (
+            sum(kinds[side[0]] != "window" for side in sides) != 2
+            or kinds[sides[-1][0]] == "window"
+        ):
+            return Default().decide(leaf)
+        reduction = tuple(axis for side in sides[:-1] for axis in side)
+        return Decision(MuonDimensionNumbers(reduction, tuple(sides[-1])))
+
+    def _kind(self, name: str | None) -> str | None:
+        if name is None or name in self.kinds:
+            return self.kinds.get(name or "")
+        found = [word for word in words(name) if word not in _FILLERS]
+        found = found[: found.index("no")] if "no" in found else found
+        return next((_KIND_OF[word] for word in reversed(found) if word in _KIND_OF), None)
+
+
 def from_logical_axes(
     params: PyTree,
     *,
-    batch_axes: Sequence[str] = ("layers", "layer", "stage", "expert", "experts"),
-    joint_axes: Sequence[str] = ("heads", "q_heads", "kv_heads", "kv", "head_dim", "kv_head_dim"),
-    adamw_axes: Sequence[str] = ("vocab",),
+    batch_axes: Sequence[str] = (),
+    joint_axes: Sequence[str] = (),
+    feature_axes: Sequence[str] = (),
+    adamw_axes: Sequence[str] = (),
 ) -> Rule:
     """Route by the logical axis names that Flax parameters carry.
 
-    Of the axes that are no batch axes, the last is the output, all before it are reduced over;
-    neighbours of ``joint_axes`` count as one axis. So ``(embed, heads, kv)`` is reduced over axis
-    0, ``(heads, kv, embed)`` over axes 0 and 1, ``(layers, embed, mlp)`` over axis 1.
+    Of the axes that are no batch axes, the last is the output and the other is reduced over;
+    neighbouring axes of heads count as one, and those of a convolution's window are reduced over.
+    So ``(embed, heads, kv)`` is reduced over axis 0, ``(heads, kv, embed)`` over axes 0 and 1,
+    ``(layers, embed, mlp)`` over axis 1. Names are known by their words: ``moe_layers`` is a batch
+    axis, ``q_heads`` one of heads, and what has a ``vocab`` axis goes to AdamW.
 
     Args:
       params: boxed Linen parameters (`nn.with_partitioning`, `nn.with_logical_partitioning`) or an
         NNX state whose Variables carry names; arrays or their shapes. The names are read here, as
         NNX no longer shows them at update.
-      batch_axes: names of the axes along which layers or experts are stacked.
-      joint_axes: names of axes that are one side of a matrix together.
-      adamw_axes: a leaf with one of these names goes to AdamW.
+      batch_axes: more names of axes along which layers or experts are stacked.
+      joint_axes: more names of axes that are one side of a matrix together.
+      feature_axes: more names of axes that are one side of a matrix alone.
+      adamw_axes: more names that send a leaf to AdamW.
+
+    Warns:
+      UserWarning: if no leaf carries names.
 
     Returns:
-      A rule. A leaf without names takes the default routing.
-
-    Raises:
-      ValueError: if a leaf has another number of names than of axes.
+      A rule. A leaf takes the default routing where its own name is that of a vector, an embedding
+      or an output head, and where an axis has no name, one that is not known, or one of the mesh.
 
     Examples:
       >>> import flax.linen as nn, jax, optax_nora
@@ -55,25 +129,15 @@ def from_logical_axes(
       >>> optax_nora.infer_dimension_numbers(params, optax_nora.from_logical_axes(params))
       {'query': MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))}
     """
-    specs: dict[tuple[str, ...], MuonDimensionNumbers | None] = {}
+    found: dict[Path, tuple[str | None, ...]] = {}
     for path, node in nodes_with_paths(params)[0]:
-        names = _axis_names(node)
-        if names is None or array_of(node) is None:
-            continue
-        leaf = describe(path, array_of(node))
-        if len(names) != leaf.ndim:
-            raise ValueError(f"{leaf} has {leaf.ndim} axes and the logical axis names {names}")
-        sides: list[list[int]] = []
-        for axis, name in enumerate(names):
-            if name in batch_axes:
-                continue
-            if name in joint_axes and sides and names[sides[-1][-1]] in joint_axes:
-                sides[-1].append(axis)
-            else:
-                sides.append([axis])
-        vector = (
-            len(sides) < 2 or leaf.name in VECTOR_NAMES or not set(names).isdisjoint(adamw_axes)
-        )
-        reduction = tuple(axis for side in sides[:-1] for axis in side)
-        specs[path] = None if vector else MuonDimensionNumbers(reduction, tuple(sides[-1]))
-    return Listed(specs, otherwise=Default())
+        if (names := _axis_names(node)) is not None:
+            physical = _mesh_axes(array_of(node))
+            found[path] = tuple(
+                name if isinstance(name, str) and name not in physical else None for name in names
+            )
+    if not found and jax.tree.leaves(params):
+        warnings.warn("no leaf carries logical axis names: all take the default", stacklevel=2)
+    given = {"batch": batch_axes, "joint": joint_axes, "feature": feature_axes, "adamw": adamw_axes}
+    kinds = {name: kind for kind, names in given.items() for name in names}
+    return LogicalAxes(Frozen(found), Frozen(kinds))

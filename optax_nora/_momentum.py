@@ -9,8 +9,8 @@ import optax
 
 from optax_nora._axes import Rows
 from optax_nora._checks import check_moment_dtype, check_range, require_params
-from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._routing import Path, WeightDimensionNumbers, routes_of
+from optax_nora._leaves import Leaf, Path, PyTree, map_leaves
+from optax_nora._routing import WeightDimensionNumbers, routes_of
 from optax_nora._step import Coefficients, Direction, look_ahead, one_minus
 
 Array = jax.Array

@@ -10,9 +10,9 @@ from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
 from optax_nora._blocks import direction_of
 from optax_nora._checks import check_range
-from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._leaves import Leaf, Path, PyTree, map_leaves
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
-from optax_nora._routing import Path, WeightDimensionNumbers
+from optax_nora._routing import WeightDimensionNumbers, is_function
 from optax_nora._rows import check_row_scale, row_scale_of
 from optax_nora._step import Coefficients, Direction, one_minus
 
@@ -135,7 +135,7 @@ def _matrices(
 
 def _decays(params: PyTree, mask: Any) -> dict[Path, Any]:
     """Whether each leaf decays, by its path."""
-    mask = True if mask is None else mask(params) if callable(mask) else mask
+    mask = True if mask is None else mask(params) if is_function(mask) else mask
     whole = jax.tree.map(lambda yes, leaves: jax.tree.map(lambda _: yes, leaves), mask, params)
     decays = {}
 

@@ -5,37 +5,49 @@ becomes a `Rule`, and a rule says of each leaf which axes are its rows, or that 
 """
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from glob import escape
+from typing import Any, NamedTuple
 
 import jax
+import optax
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._axes import Rows
+from optax_nora._default import Decision, Default, Rule
 from optax_nora._leaves import (
     Leaf,
+    Path,
     PyTree,
+    Tree,
     array_of,
     describe,
     map_leaves,
     nodes_with_paths,
-    path_segments,
 )
 from optax_nora._rules import (
-    AmbiguousAxesError,
-    Default,
-    Everywhere,
-    Kernels,
+    ByPath,
+    DenseOnly,
     Listed,
-    Rule,
+    listed,
+    matches,
+    mesh_names,
+    one_rule,
     rows_of,
 )
 
-Path = tuple[str, ...]
 Routes = Mapping[Path, Rows | None]  # None where a leaf is no matrix
 WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree], PyTree] | None
+
+
+def is_function(given: Any) -> bool:
+    """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
+    leaves = jax.tree.leaves(given)
+    return bool(leaves) and all(map(callable, leaves))
 
 
 def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tree: PyTree) -> Rule:
@@ -43,89 +55,174 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
     given = weight_dimension_numbers
     if given is None:
         return default
-    if isinstance(given, Rule):
-        return given
-    if isinstance(given, MuonDimensionNumbers):
-        return Everywhere(given)
-    if callable(given):
+    if isinstance(given, Rule | MuonDimensionNumbers):
+        return one_rule(given, "weight_dimension_numbers is")
+    if is_function(given):
         return as_rule(given(tree), default, tree)
-    specs, _ = jax.tree_util.tree_flatten_with_path(
-        given, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-    )
-    for path, spec in specs:
-        if not (spec is None or isinstance(spec, MuonDimensionNumbers)):
-            where = "/".join(path_segments(path)) or "(root)"
+    nodes = nodes_with_paths(given, _is_spec)[0]
+    specs = {p: _unboxed(node) for p, node in nodes if not isinstance(node, optax.MaskedNode)}
+    for path, spec in specs.items():
+        if not _is_spec(spec):
+            where = "/".join(path) or "(root)"
             raise ValueError(
-                f"weight_dimension_numbers has {spec!r} at {where}; give "
-                "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), or None for AdamW"
+                f"weight_dimension_numbers has {repr(spec)[:80]} at {where}; give "
+                "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), or None for "
+                "AdamW (under optax.inject_hyperparams a rule: it takes functions for schedules)"
             )
-    return Listed({path_segments(path): spec for path, spec in specs})
+    return listed(specs)
 
 
-def route(leaf: Leaf, rule: Rule) -> Rows | None:
-    """The rows of one leaf, None where it is no matrix."""
-    numbers = rule.numbers(leaf)
-    return None if numbers is None else rows_of(leaf, numbers, rule.partition_spec(leaf))
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers)
 
 
-def routed_tree(choose: Callable[[Leaf, Rows | None], Any], tree: PyTree, rule: Rule) -> PyTree:
-    """``choose(leaf, rows)`` in the place of every leaf; all ambiguous leaves in one error."""
-    nodes, treedef = nodes_with_paths(tree)
-    out, ambiguous = [], []
-    for path, node in nodes:
-        if (array := array_of(node)) is None:
-            out.append(node)
-            continue
-        leaf = describe(path, array)
+def _unboxed(node: Any) -> Any:
+    """What `jax.tree.map` over boxes leaves in them."""
+    inside = [node] if _is_spec(node) else jax.tree.leaves(node, is_leaf=_is_spec)
+    return inside[0] if len(inside) == 1 else node
+
+
+class Routed(NamedTuple):
+    """A leaf, where it goes and why; ``error`` where its numbers do not fit."""
+
+    leaf: Leaf
+    decision: Decision
+    rows: Rows | None
+    error: str = ""
+
+
+def survey(tree: PyTree, rule: Rule) -> list[Routed]:
+    """Where each leaf of ``tree`` goes, with all that is wrong; not those that a mask took out."""
+    if isinstance(tree, optax.GradientTransformation):
+        raise ValueError("this is an optimizer; give the parameters, whose leaves are to be routed")
+    found, wrong = [], []
+    for path, node in nodes_with_paths(tree)[0]:
         try:
-            out.append(choose(leaf, route(leaf, rule)))
-        except AmbiguousAxesError as error:
-            ambiguous.append(error)
-    if ambiguous:
-        raise ValueError(_how_to_route(ambiguous))
-    return treedef.unflatten(out)
+            if (array := array_of(node)) is not None:
+                found.append(describe(path, array))
+        except ValueError as error:
+            wrong.append(Routed(Leaf(path, (), "?"), Decision(None), None, str(error)))
+    whole = [_whole(leaf, rule) for leaf in found]
+    around = Tree((leaf.path, leaf.shape) for leaf in whole)
+    return wrong + [
+        _routed(one._replace(tree=around), leaf, rule)
+        for one, leaf in zip(whole, found, strict=True)
+    ]
 
 
-def check(tree: PyTree, rule: Rule) -> None:
-    """Raise what is wrong with ``rule`` for the leaves of ``tree``."""
-    routed_tree(lambda leaf, rows: None, tree, rule)
+def _routed(whole: Leaf, leaf: Leaf, rule: Rule) -> Routed:
+    """Where ``leaf`` goes, as a part of what it is ``whole``."""
+    decision, rows = Decision(None), None
+    try:
+        decision = rule.decide(whole)
+        if decision.numbers is not None:
+            rows = rows_of(leaf, decision.numbers, rule.partition_spec(leaf))
+    except ValueError as error:
+        return Routed(leaf, decision, None, str(error))
+    return Routed(leaf, decision, rows)
+
+
+def _whole(leaf: Leaf, rule: Rule) -> Leaf:
+    """The leaf as it is over all devices, where it is split inside `jax.shard_map`."""
+    try:
+        spec = rule.partition_spec(leaf)
+        parts = [jax.lax.axis_size(mesh_names(spec, a)) for a in range(leaf.ndim)]
+    except (NameError, ValueError):  # outside of it; or no spec, which is told when it is needed
+        return leaf
+    return leaf._replace(shape=tuple(n * p for n, p in zip(leaf.shape, parts, strict=True)))
+
+
+def resolve(tree: PyTree, rule: Rule) -> list[Routed]:
+    """Where each leaf goes. Neighbours are asked, so give the whole tree where there is one.
+
+    All that is wrong is raised here: all leaves for which the user has to say, in one error.
+    """
+    routed = survey(tree, rule)
+    if wrong := next((one.error for one in routed if one.error), None):
+        raise ValueError(wrong)
+    if unclear := [one for one in routed if one.decision.ask]:
+        raise ValueError(how_to_route(unclear, routed, rule))
+    return routed
 
 
 def check_matched(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers) -> None:
-    """Raise for a tree of specs, warn for patterns, that speak of leaves which are not there."""
+    """Raise for a tree of specs, warn for patterns, that name leaves which are not there."""
     rule = as_rule(weight_dimension_numbers, Default(), params)
+    if message := unmatched(params, rule):
+        if isinstance(rule, Listed):
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def unmatched(params: PyTree, rule: Rule) -> str:
+    """What a rule names and the tree does not have, as a sentence; masked leaves count."""
     paths = [path for path, _ in nodes_with_paths(params)[0]]
-    if not paths or not (unmatched := rule.unmatched(paths)):
-        return
+    missing = rule.unmatched([Leaf(path, (), None) for path in paths])
+    if not paths or not missing:
+        return ""
     known = ", ".join("/".join(path) for path in paths[:8])
-    message = (
-        f"weight_dimension_numbers speaks of {', '.join(unmatched)}, which matches no leaf; "
+    return (
+        f"weight_dimension_numbers names {', '.join(missing)}, which matches no leaf; "
         f"the leaves are {known}{', ...' if len(paths) > 8 else ''}"
     )
-    if isinstance(rule, Listed):
-        raise ValueError(message)
-    warnings.warn(message, stacklevel=3)
 
 
-def _how_to_route(errors: Sequence[AmbiguousAxesError]) -> str:
-    lines = [
-        "these leaves are named as matrices and have 3 axes or more, and nothing says which axes "
-        "are a row:",
-        *(f"  {error.leaf}" for error in errors),
-        "Say so. If each is what its comment says, paste",
-        "  weight_dimension_numbers=optax_nora.by_path({",
-        *(
-            f"      {error.leaf.slashed!r}: MuonDimensionNumbers"
-            f"({error.guess.reduction_axis}, {error.guess.output_axis}),  # {error.meaning}"
-            for error in errors
-        ),
-        "  })",
-        "with `from optax.contrib import MuonDimensionNumbers`; for layers stacked along axis 0, "
-        "(layers, in, out), take",
-        "  optax_nora.by_path({'layers': optax_nora.stacked()})",
-        "with the name of your stack; None sends a leaf to AdamW.",
+_NUMBER = re.compile(r"\d+")
+
+
+def kinds(leaves: Iterable[Leaf], key: Callable[[Leaf], Any]) -> list[tuple[str, list[Leaf]]]:
+    """Leaves that differ in numbers of their paths alone, with the pattern that they share."""
+    groups: dict[Any, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        groups[_NUMBER.sub("*", leaf.slashed), key(leaf)].append(leaf)
+    return [
+        (pattern if len(group) > 1 else group[0].slashed, group)
+        for (pattern, _), group in groups.items()
     ]
-    return "\n".join(lines)
+
+
+def how_to_route(unclear: Sequence[Routed], routed: Sequence[Routed], rule: Rule) -> str:
+    """Each kind of leaf for which the user has to say, and what to paste."""
+    listing = kinds((one.leaf for one in unclear), lambda leaf: (leaf.shape, leaf.dtype))
+    return "\n".join(
+        [
+            "these leaves may be matrices, and nothing says which axes are a row:",
+            *(
+                f"  {pattern} {group[0].shape} {group[0].dtype}"
+                + (f", {len(group)} of them" if len(group) > 1 else "")
+                for pattern, group in listing
+            ),
+            "Say so. If each is what its comment says, paste",
+            *code_to_paste(unclear, [one.leaf for one in routed], rule),
+            "with `from optax.contrib import MuonDimensionNumbers`; for layers stacked along axis "
+            "0, (layers, in, out), take",
+            "  optax_nora.by_path({'layers': optax_nora.stacked()})",
+            "with the name of your stack; None sends a leaf to AdamW.",
+        ]
+    )
+
+
+def code_to_paste(unclear: Sequence[Routed], leaves: Sequence[Leaf], rule: Rule) -> list[str]:
+    """Lines of code that route each leaf as it is guessed, and no other leaf."""
+    decisions = {one.leaf.path: one.decision for one in unclear}
+    lines = ["  weight_dimension_numbers=optax_nora.by_path({"]
+    for pattern, group in kinds((one.leaf for one in unclear), lambda leaf: decisions[leaf.path]):
+        paths = {leaf.path for leaf in group}
+        for exact in (escape(pattern) if len(group) == 1 else pattern, "/" + pattern):
+            if {leaf.path for leaf in leaves if matches(exact, leaf)} == paths:
+                patterns = [exact]
+                break
+        else:
+            patterns = ["/" + (escape(leaf.slashed) if leaf.path else "**") for leaf in group]
+        numbers, note = decisions[group[0].path][:2]
+        axes = [a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in numbers or ()]
+        spec = f"MuonDimensionNumbers({axes[0]}, {axes[1]})" if numbers else None
+        lines += [f"      {pattern!r}: {spec},  # {note}" for pattern in patterns]
+    if isinstance(rule, ByPath):
+        lines.append("      # your own patterns follow here")
+    elif not isinstance(rule, Default):
+        lines.append("      '**': ...,  # in place of the dots what you gave before")
+    return [*lines, "  })"]
 
 
 def for_nora(leaf: Leaf, rows: Rows | None) -> Rows | None:
@@ -133,16 +230,6 @@ def for_nora(leaf: Leaf, rows: Rows | None) -> Rows | None:
     if rows is None or (rows.reduction_mesh == () and rows.fan_in(leaf.shape) <= 1):
         return None
     return rows
-
-
-def whole_model(
-    choose: Callable[[Leaf, Rows | None], Any],
-    params: PyTree,
-    weight_dimension_numbers: WeightDimensionNumbers,
-) -> PyTree:
-    """``choose(leaf, rows)`` in the place of every leaf, with rows for what goes to Nora alone."""
-    rule = as_rule(weight_dimension_numbers, Default(), params)
-    return routed_tree(lambda leaf, rows: choose(leaf, for_nora(leaf, rows)), params, rule)
 
 
 # What an enclosing `with_adamw` found for the whole tree: its parts see the matrices alone.
@@ -169,15 +256,22 @@ def routes_of(
     """
     if weight_dimension_numbers is None and (routes := _ENCLOSING.get()) is not None:
         return routes
-    default = Default() if whole_model else Kernels()
-    rule = as_rule(weight_dimension_numbers, default, tree)
-    routes: dict[Path, Rows | None] = {}
+    default = Default() if whole_model else DenseOnly()
+    routed = resolve(tree, as_rule(weight_dimension_numbers, default, tree))
+    choose = for_nora if whole_model else (lambda _, rows: rows)
+    return {one.leaf.path: choose(one.leaf, one.rows) for one in routed}
 
-    def note(leaf: Leaf, rows: Rows | None) -> None:
-        routes[leaf.path] = for_nora(leaf, rows) if whole_model else rows
 
-    routed_tree(note, tree, rule)
-    return routes
+def route_tree(
+    choose: Callable[[Rows | None], Any],
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> tuple[PyTree, Routes]:
+    """``choose(rows)`` in the place of every leaf of a whole model, and the rows by path."""
+    routes = routes_of(params, weight_dimension_numbers, whole_model=True)
+    nodes, treedef = nodes_with_paths(params)
+    chosen = (node if array_of(node) is None else choose(routes[path]) for path, node in nodes)
+    return treedef.unflatten(list(chosen)), routes
 
 
 def map_rows(fn: Callable[..., Any], routes: Routes, tree: PyTree, *rest: PyTree) -> PyTree:
@@ -195,8 +289,8 @@ def infer_dimension_numbers(
 ) -> PyTree:
     """The routing as a tree: `optax.contrib.MuonDimensionNumbers` for Nora, None for AdamW.
 
-    By default a floating leaf of two axes is a matrix ``(in, out)``, unless its own name is that of
-    a vector or of an embedding, or its path names an embedding or an output head.
+    By default a floating leaf of two axes is a matrix ``(in, out)``, unless its bias tells
+    otherwise or names say that it is a vector, an embedding or an output head.
 
     Args:
       params: the parameters: arrays, `jax.ShapeDtypeStruct`, Linen boxes or an NNX state.
@@ -206,8 +300,8 @@ def infer_dimension_numbers(
       A tree like ``params`` with one entry a leaf.
 
     Raises:
-      ValueError: if a leaf named as a matrix has three axes or more and nothing says which are a
-        row, or if the dimension numbers do not fit.
+      ValueError: if a leaf may be a matrix and nothing says which axes are a row, or if the
+        dimension numbers do not fit.
 
     Examples:
       >>> import jax.numpy as jnp, optax_nora
@@ -216,11 +310,11 @@ def infer_dimension_numbers(
       MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
     """
     check_matched(params, weight_dimension_numbers)
-    return whole_model(
-        lambda leaf, rows: rows and MuonDimensionNumbers(rows.reduction, rows.output),
-        params,
-        weight_dimension_numbers,
-    )
+
+    def numbers(rows: Rows | None) -> MuonDimensionNumbers | None:
+        return rows and MuonDimensionNumbers(rows.reduction, rows.output)
+
+    return route_tree(numbers, params, weight_dimension_numbers)[0]
 
 
 def matrix_mask(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers = None) -> PyTree:
@@ -241,4 +335,4 @@ def matrix_mask(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers
       >>> tx = optax.masked(optax_nora.row_normalize(), optax_nora.matrix_mask)
     """
     check_matched(params, weight_dimension_numbers)
-    return whole_model(lambda leaf, rows: rows is not None, params, weight_dimension_numbers)
+    return route_tree(lambda rows: rows is not None, params, weight_dimension_numbers)[0]

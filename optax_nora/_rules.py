@@ -1,13 +1,10 @@
-"""Rules: which dimension numbers a leaf has, by its path, shape, dtype and axis names.
-
-Rules are frozen dataclasses, not functions: `optax.inject_hyperparams` takes every callable
-argument for a schedule.
-"""
+"""Rules: which dimension numbers a leaf has, by what a user says of it."""
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,101 +12,45 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._axes import Rows
-from optax_nora._leaves import Leaf, PyTree, path_segments
-
-# Own names of vectors: they have two axes when their layers are stacked.
-VECTOR_NAMES = frozenset({"bias", "b", "scale", "gamma", "beta", "offset"})
-# Own names of matrices: with three axes or more nobody can tell which of them are a row.
-MATRIX_NAMES = frozenset({"kernel", "weight", "w"})
-# Path segments of attention layers: their kernels have three axes.
-ATTENTION_IN = frozenset({"query", "key", "value", "q", "k", "v", "q_proj", "k_proj", "v_proj"})
-ATTENTION_OUT = frozenset({"out", "o", "o_proj", "out_proj"})
-# What names an embedding or an output head, as whole words of a path segment.
-EMBEDDING_WORDS = (
-    *("embed", "embeds", "embedder", "embedding", "embeddings", "unembed", "unembedding"),
-    *("wte", "wpe", "vocab", "logits", "lm_head", "output_head"),
-)
-_EMBEDDING = re.compile(rf"(?:^|_)(?:{'|'.join(EMBEDDING_WORDS)})(?:_|$)|^head$")
-_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.]")
+from optax_nora._default import Decision, Default, Rule, by_name
+from optax_nora._guess import outward
+from optax_nora._leaves import Leaf, Path, PyTree, path_of, split_path
 
 
-class Rule:
-    """How leaves are routed."""
+class Frozen(dict):
+    """A mapping that is never written to, so that rules have a hash."""
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        """The dimension numbers of a leaf; None where it is no matrix."""
-        raise NotImplementedError
-
-    def partition_spec(self, leaf: Leaf) -> PartitionSpec:
-        """How a leaf is split inside `jax.shard_map`."""
-        del leaf
-        return PartitionSpec()
-
-    def unmatched(self, paths: Sequence[tuple[str, ...]]) -> list[str]:
-        """What this rule speaks of and the tree does not have."""
-        del paths
-        return []
-
-
-class AmbiguousAxesError(ValueError):
-    """A leaf named as a matrix has too many axes to tell which of them are a row."""
-
-    def __init__(self, leaf: Leaf, guess: MuonDimensionNumbers, meaning: str):
-        self.leaf, self.guess, self.meaning = leaf, guess, meaning
-        super().__init__(
-            f"{leaf} is named as a matrix and has {leaf.ndim} axes; nothing says which are a row"
-        )
-
-
-def _names_embedding(segment: str) -> bool:
-    return _EMBEDDING.search(_WORD_START.sub("_", segment).lower()) is not None
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 @dataclasses.dataclass(frozen=True)
-class Default(Rule):
-    """By name and shape: two floating axes are a matrix unless a name says otherwise."""
+class DenseOnly(Rule):
+    """Every leaf is a Dense kernel (in, out): what a transformation used alone assumes."""
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        if (
-            leaf.ndim < 2
-            or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-            or leaf.name in VECTOR_NAMES
-            or any(map(_names_embedding, leaf.path))
-        ):
-            return None
-        if leaf.ndim == 2:
-            return MuonDimensionNumbers(0, 1)
-        if leaf.name not in MATRIX_NAMES:
-            return None
-        raise AmbiguousAxesError(leaf, *_guess(leaf))
-
-
-def _guess(leaf: Leaf) -> tuple[MuonDimensionNumbers, str]:
-    """What an ambiguous leaf most likely is, for the error to propose."""
-    axes, names = tuple(range(leaf.ndim)), set(leaf.path)
-    *layers, first, second, third = axes
-    stack = "layers, " * len(layers)
-    if len(layers) < 2 and names & ATTENTION_OUT:
-        return MuonDimensionNumbers((first, second), third), f"({stack}heads, head_dim, embed)"
-    if len(layers) < 2 and names & ATTENTION_IN:
-        return MuonDimensionNumbers(first, (second, third)), f"({stack}embed, heads, head_dim)"
-    if not layers:
-        return MuonDimensionNumbers(1, 2), "(layers, in, out) or (experts, in, out)"
-    return MuonDimensionNumbers(axes[:-1], third), "convolution (..., in, out)"
+    def decide(self, leaf: Leaf) -> Decision:
+        if leaf.ndim != 2:
+            raise ValueError(
+                f"{leaf}: without weight_dimension_numbers every leaf is taken for a matrix "
+                f"(in, out), and this one has {leaf.ndim} axes; give weight_dimension_numbers, or "
+                "wrap the transformation in optax.masked(..., optax_nora.matrix_mask)"
+            )
+        return Decision(MuonDimensionNumbers(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels(Rule):
-    """Every leaf is a Flax kernel (in, out): what a transformation used alone assumes."""
+    """One axis out, all others in, whatever the rank."""
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers:
-        if leaf.ndim != 2:
-            raise ValueError(
-                f"{leaf}: without weight_dimension_numbers every leaf is taken for a kernel "
-                f"(in, out), and this one has {leaf.ndim} axes; give weight_dimension_numbers, or "
-                "wrap the transformation in optax.masked(..., optax_nora.matrix_mask)"
-            )
-        return MuonDimensionNumbers(0, 1)
+    out_axis: int = -1
+
+    def decide(self, leaf: Leaf) -> Decision:
+        if (known := by_name(leaf)) is not None and not known.ask:
+            return known._replace(sure=True)
+        if leaf.ndim < 2:
+            return Decision(None)
+        out = self.out_axis % leaf.ndim
+        return Decision(MuonDimensionNumbers(tuple(a for a in range(leaf.ndim) if a != out), out))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +59,11 @@ class Everywhere(Rule):
 
     spec: MuonDimensionNumbers
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers:
-        return self.spec
+    def decide(self, leaf: Leaf) -> Decision:
+        return Decision(self.spec)
 
 
-def _prefix_in(
-    specs: Mapping[tuple[str, ...], object], path: tuple[str, ...]
-) -> tuple[str, ...] | None:
+def prefix_in(specs: Mapping[Path, Any], path: Path) -> Path | None:
     """The longest beginning of ``path`` that ``specs`` has, or None."""
     prefixes = (path[:end] for end in range(len(path), -1, -1))
     return next((prefix for prefix in prefixes if prefix in specs), None)
@@ -134,24 +73,21 @@ def _prefix_in(
 class Listed(Rule):
     """Specs by exact path, or by a path that the leaf's path starts with."""
 
-    specs: Mapping[tuple[str, ...], MuonDimensionNumbers | None]
-    otherwise: Rule | None = None
+    specs: Mapping[Path, MuonDimensionNumbers | None]
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        if (prefix := _prefix_in(self.specs, leaf.path)) is not None:
-            return self.specs[prefix]
-        if self.otherwise is None:
-            raise ValueError(
-                f"weight_dimension_numbers says nothing of the leaf {leaf}: give it "
-                "MuonDimensionNumbers, or None for AdamW"
-            )
-        return self.otherwise.numbers(leaf)
+    def decide(self, leaf: Leaf) -> Decision:
+        if (prefix := prefix_in(self.specs, leaf.path)) is not None:
+            return Decision(self.specs[prefix])
+        raise ValueError(
+            f"weight_dimension_numbers says nothing of the leaf {leaf}: give it "
+            "MuonDimensionNumbers, or None for AdamW"
+        )
 
-    def unmatched(self, paths: Sequence[tuple[str, ...]]) -> list[str]:
+    def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
         return [
             "/".join(prefix)
             for prefix, spec in self.specs.items()
-            if spec is not None and not any(path[: len(prefix)] == prefix for path in paths)
+            if spec is not None and not any(one.path[: len(prefix)] == prefix for one in leaves)
         ]
 
 
@@ -163,22 +99,28 @@ def _found(pattern: Sequence[str], path: Sequence[str]) -> bool:
     return bool(path) and fnmatchcase(path[0], pattern[0]) and _found(pattern[1:], path[1:])
 
 
-def _matches(pattern: str, path: Sequence[str]) -> bool:
-    return any(_found(pattern.split("/"), path[i:]) for i in range(len(path)))
+def matches(pattern: str, leaf: Leaf) -> bool:
+    """Whether a pattern stands anywhere in a leaf's path, or at its start after a slash."""
+    path, (first, *rest) = split_path(leaf.path), pattern.split("/")
+    if not first:
+        return _found(rest, path)
+    return any(_found((first, *rest), path[i:]) for i in range(len(path)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ByPath(Rule):
-    patterns: Mapping[str, "MuonDimensionNumbers | Rule | None"]
+    patterns: tuple[tuple[str, "MuonDimensionNumbers | Rule | None"], ...]
+    optional: bool = False  # whether patterns may match nothing, as those of a family of models
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        for pattern, spec in self.patterns.items():
-            if _matches(pattern, leaf.path):
-                return spec.numbers(leaf) if isinstance(spec, Rule) else spec
-        return Default().numbers(leaf)
+    def decide(self, leaf: Leaf) -> Decision:
+        for pattern, spec in self.patterns:
+            if matches(pattern, leaf):
+                return spec.decide(leaf) if isinstance(spec, Rule) else Decision(spec)
+        return Default().decide(leaf)
 
-    def unmatched(self, paths: Sequence[tuple[str, ...]]) -> list[str]:
-        return [p for p in self.patterns if not any(_matches(p, path) for path in paths)]
+    def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
+        patterns = () if self.optional else self.patterns
+        return [p for p, _ in patterns if not any(matches(p, leaf) for leaf in leaves)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,49 +128,61 @@ class Stacked(Rule):
     rule: Rule
     axis: int
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
+    def decide(self, leaf: Leaf) -> Decision:
         if not -leaf.ndim <= self.axis < leaf.ndim:
             raise ValueError(
-                f"{leaf} has no axis {self.axis} to be stacked along; apply stacked() only to the "
-                "stacked layers, with by_path({'layers': stacked()}) for instance"
+                f"{leaf} has no axis {self.axis} to be stacked along; let a pattern of by_path "
+                "before stacked() route it, or give stacked() fewer leaves"
             )
         axis = self.axis % leaf.ndim
-        inner = leaf._replace(shape=leaf.shape[:axis] + leaf.shape[axis + 1 :])
-
-        def outward(numbers: MuonDimensionNumbers) -> MuonDimensionNumbers:
-            rows = rows_of(inner, numbers, PartitionSpec())
-            shifted = ([a + (a >= axis) for a in axes] for axes in (rows.reduction, rows.output))
-            return MuonDimensionNumbers(*(tuple(a) for a in shifted))
-
-        try:
-            numbers = self.rule.numbers(inner)
-        except AmbiguousAxesError as error:
-            guess = outward(error.guess)
-            raise AmbiguousAxesError(leaf, guess, f"stacked {error.meaning}") from None
-        if numbers is None and leaf.ndim == 2 and leaf.name in MATRIX_NAMES:
-            raise ValueError(
-                f"{leaf} is named as a matrix, and stacked(axis={self.axis}) leaves it one axis; "
-                "apply stacked() only to the stacked layers, with by_path({'layers': stacked()}) "
-                "for instance"
-            )
-        return numbers if numbers is None else outward(numbers)
+        inner = leaf.without(axis)
+        decision = self.rule.decide(inner)
+        if decision.numbers is None:
+            return decision
+        rows = rows_of(inner, decision.numbers, PartitionSpec())
+        numbers = outward(MuonDimensionNumbers(rows.reduction, rows.output), axis)
+        note = f"stacked along axis {axis}, {decision.note}" if decision.ask else decision.note
+        return decision._replace(numbers=numbers, note=note)
 
 
 @dataclasses.dataclass(frozen=True)
 class InShardMap(Rule):
     rule: Rule
-    specs: Mapping[tuple[str, ...], PartitionSpec]
+    specs: Mapping[Path, PartitionSpec]
 
-    def numbers(self, leaf: Leaf) -> MuonDimensionNumbers | None:
-        return self.rule.numbers(leaf)
+    def decide(self, leaf: Leaf) -> Decision:
+        return self.rule.decide(leaf)
 
     def partition_spec(self, leaf: Leaf) -> PartitionSpec:
-        if (prefix := _prefix_in(self.specs, leaf.path)) is not None:
+        if (prefix := prefix_in(self.specs, leaf.path)) is not None:
             return self.specs[prefix]
         raise ValueError(f"in_shard_map has no PartitionSpec for the leaf {leaf}")
 
-    def unmatched(self, paths: Sequence[tuple[str, ...]]) -> list[str]:
-        return self.rule.unmatched(paths)
+    def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
+        return self.rule.unmatched(leaves)
+
+
+def axes_of(value: Any, where: str) -> tuple[int, ...]:
+    """One axis or several as a tuple of int."""
+    try:
+        return (operator.index(value),)
+    except TypeError:
+        pass
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return tuple(operator.index(axis) for axis in value)
+    except TypeError:
+        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int") from None
+
+
+def checked(spec: MuonDimensionNumbers) -> MuonDimensionNumbers:
+    """Dimension numbers whose axes are int or tuples of int."""
+    for field in ("reduction_axis", "output_axis"):
+        value = getattr(spec, field)
+        axes = axes_of(value, f"{spec}: {field}")
+        spec = spec._replace(**{field: axes if isinstance(value, Iterable) else axes[0]})
+    return spec
 
 
 def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> Rows:
@@ -239,11 +193,11 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
             "for AdamW"
         )
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueError(f"{leaf} is no floating leaf and has dimension numbers; give it None")
+        raise ValueError(f"{leaf} is not floating and has dimension numbers; give it None")
 
     def axes(field: str) -> tuple[int, ...]:
         value = getattr(numbers, field)
-        given = (value,) if isinstance(value, int) else tuple(value)
+        given = axes_of(value, f"{leaf}: {field}")
         for axis in given:
             if not -leaf.ndim <= axis < leaf.ndim:
                 raise ValueError(
@@ -265,15 +219,31 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
         )
 
     def mesh_axes(array_axes: tuple[int, ...]) -> tuple[str, ...]:
-        named = [spec[axis] for axis in array_axes if axis < len(spec) and spec[axis] is not None]
-        return tuple(
-            n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,))
-        )
+        return tuple(name for axis in array_axes for name in mesh_names(spec, axis))
 
     return Rows(reduction, output, mesh_axes(reduction), mesh_axes(output))
 
 
-def _one_rule(rule: MuonDimensionNumbers | Rule | None) -> Rule:
+def mesh_names(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
+    """The mesh axes that split an axis of an array."""
+    entry = spec[axis] if axis < len(spec) else None
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _checked_rule(given: Any, where: str) -> MuonDimensionNumbers | Rule | None:
+    if given is None or isinstance(given, Rule):
+        return given
+    if isinstance(given, MuonDimensionNumbers):
+        return checked(given)
+    raise ValueError(
+        f"{where} {repr(given)[:80]}; give optax.contrib.MuonDimensionNumbers, a rule "
+        "(called: stacked(), not stacked), or None for AdamW"
+    )
+
+
+def one_rule(given: MuonDimensionNumbers | Rule | None, where: str) -> Rule:
+    """The rule in what an argument gives; None is the default routing."""
+    rule = _checked_rule(given, where)
     if rule is None:
         return Default()
     return rule if isinstance(rule, Rule) else Everywhere(rule)
@@ -283,9 +253,10 @@ def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
     r"""Route leaves by patterns of their paths.
 
     A pattern is one or more segments between slashes and matches where they stand in a row,
-    anywhere in the leaf's path. ``*`` stands for any one segment, ``**`` for any number of them,
-    and ``layer_*`` for the segments that begin so: a segment matches as a whole or not at all.
-    The first pattern that matches wins; a leaf that none matches takes the default routing.
+    anywhere in the leaf's path; one that begins with a slash matches at the path's start only.
+    ``*`` stands for any one segment, ``**`` for any number of them, and ``layer_*`` for the
+    segments that begin so: a segment matches as a whole or not at all. The first pattern that
+    matches wins; a leaf that none matches takes the default routing.
 
     Args:
       patterns: maps a pattern to `optax.contrib.MuonDimensionNumbers`, to None (AdamW), or to
@@ -307,15 +278,14 @@ def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
       ... })
       >>> tx = optax_nora.nora(0.01, weight_dimension_numbers=rule)
     """
-    for pattern, spec in patterns.items():
-        if not pattern or "" in pattern.split("/"):
+    if not isinstance(patterns, Mapping):
+        raise ValueError(f"by_path takes a dict from patterns to numbers, not {patterns!r:.80}")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or "" in pattern.removeprefix("/").split("/"):
             raise ValueError(f"by_path: the pattern {pattern!r} has an empty segment")
-        if not (spec is None or isinstance(spec, MuonDimensionNumbers | Rule)):
-            raise ValueError(
-                f"by_path: {pattern!r} maps to {spec!r}; give optax.contrib.MuonDimensionNumbers, "
-                "a rule, or None for AdamW"
-            )
-    return ByPath(dict(patterns))
+    return ByPath(
+        tuple((p, _checked_rule(spec, f"by_path: {p!r} maps to")) for p, spec in patterns.items())
+    )
 
 
 def stacked(rule: MuonDimensionNumbers | Rule | None = None, axis: int = 0) -> Rule:
@@ -333,6 +303,9 @@ def stacked(rule: MuonDimensionNumbers | Rule | None = None, axis: int = 0) -> R
     Returns:
       A rule. Where only some of the leaves are stacked, give it to `by_path`.
 
+    Raises:
+      ValueError: if rule is none of these, or axis is no int.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax_nora
@@ -341,7 +314,42 @@ def stacked(rule: MuonDimensionNumbers | Rule | None = None, axis: int = 0) -> R
       >>> optax_nora.infer_dimension_numbers(params, rule)
       {'layers': {'mlp': {'kernel': MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))}}}
     """
-    return Stacked(_one_rule(rule), axis)
+    one_layer = one_rule(rule, "stacked: rule is")
+    if len(axes := axes_of(axis, "stacked: axis")) != 1:
+        raise ValueError(f"stacked: axis={axis!r} is not one axis; stack stacked() for several")
+    return Stacked(one_layer, axes[0])
+
+
+def kernels() -> Rule:
+    """Take the last axis of every matrix for the output and reduce over all others.
+
+    Right for any mix of Flax's Dense and Conv, ``(in, out)`` and ``(height, width, in, out)``;
+    wrong for attention's ``(embed, heads, head_dim)``, and for stacks unless within `stacked`.
+    What its name says to be a vector, an embedding or an output head still goes to AdamW.
+
+    Returns:
+      A rule.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax_nora
+      >>> params = {'Conv_0': {'kernel': jnp.ones((3, 3, 8, 16)), 'bias': jnp.ones(16)}}
+      >>> optax_nora.infer_dimension_numbers(params, optax_nora.kernels())['Conv_0']['kernel']
+      MuonDimensionNumbers(reduction_axis=(0, 1, 2), output_axis=(3,))
+    """
+    return Kernels()
+
+
+def default_routing() -> Rule:
+    """Route by name, rank and neighbours: what `nora` does where nothing is given, as a rule.
+
+    Returns:
+      A rule, for the transformations that take every leaf for a matrix unless told otherwise.
+
+    Examples:
+      >>> import optax_nora
+      >>> tx = optax_nora.row_normalize(weight_dimension_numbers=optax_nora.default_routing())
+    """
+    return Default()
 
 
 def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | None = None) -> Rule:
@@ -368,4 +376,12 @@ def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | No
     specs, _ = jax.tree_util.tree_flatten_with_path(
         partition_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return InShardMap(_one_rule(rule), {path_segments(path): spec for path, spec in specs})
+    return InShardMap(
+        one_rule(rule, "in_shard_map: rule is"),
+        Frozen((path_of(path), spec) for path, spec in specs),
+    )
+
+
+def listed(specs: Mapping[Path, MuonDimensionNumbers | None]) -> Rule:
+    """The rule of a tree of specs, by path."""
+    return Listed(Frozen({p: spec and checked(spec) for p, spec in specs.items()}))

@@ -1,13 +1,24 @@
 """A table of where each leaf goes."""
 
-import math
 import sys
 from typing import TextIO
 
 from optax_nora._axes import Rows
+from optax_nora._blocks import block_size, check_block_rows
+from optax_nora._default import NOT_FLOATING, Default
 from optax_nora._leaves import Leaf, PyTree
-from optax_nora._routing import WeightDimensionNumbers, check_matched, whole_model
+from optax_nora._routing import (
+    Routed,
+    WeightDimensionNumbers,
+    as_rule,
+    code_to_paste,
+    for_nora,
+    kinds,
+    survey,
+    unmatched,
+)
 from optax_nora._rows import check_row_scale, row_scale_of
+from optax_nora._weak_rows import weak_rows
 
 
 def summarize(
@@ -16,19 +27,28 @@ def summarize(
     *,
     row_scale: str = "fan_ratio",
     base_fan_in: float | None = None,
+    block_rows: int | None = None,
     file: TextIO | None = None,
 ) -> None:
     """Print where each leaf goes: the first thing to run on a new model.
+
+    Leaves that differ in numbers of their paths alone share a line. ``?`` is what `nora` would ask
+    for at ``init``, with the axes that are likely; the code to paste stands below the table. What
+    is unsure or wrong is said in the last column, and where the parameters are arrays, which
+    matrices have rows that are zero or far shorter than the others.
 
     Args:
       params: the parameters, as for `infer_dimension_numbers`.
       weight_dimension_numbers: as for `nora`. None: the default routing.
       row_scale: as for `nora`.
       base_fan_in: as for `nora`.
+      block_rows: as for `nora`. Given, a column shows how many blocks of how many rows each matrix
+        has, and operations a weight that they cost. A device that holds whole blocks of whole rows
+        sends nothing.
       file: where to print. None: standard output.
 
     Raises:
-      ValueError: as `infer_dimension_numbers`, and as `scale_by_row_shape`.
+      ValueError: as `scale_by_row_shape`, and if params is an optimizer.
 
     Examples:
       >>> import jax.numpy as jnp, optax_nora
@@ -41,29 +61,86 @@ def summarize(
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
     check_row_scale(row_scale, base_fan_in)
-    check_matched(params, weight_dimension_numbers)
-    head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
-    table: list[tuple[str, ...]] = [head]
-    sizes: dict[str, list[int]] = {"nora": [], "adamw": []}
+    if blocks := block_rows is not None:
+        check_block_rows(block_rows)
+    remarks = []
+    try:
+        rule = as_rule(weight_dimension_numbers, Default(), params)
+        remarks += [unmatched(params, rule)]
+    except ValueError as error:
+        rule = Default()
+        remarks += [f"the default routing, as these weight_dimension_numbers are wrong: {error}"]
+    routed = {one.leaf.path: one for one in survey(params, rule)}
 
-    def add(leaf: Leaf, rows: Rows | None) -> None:
-        sizes["nora" if rows else "adamw"].append(math.prod(leaf.shape))
-        where = (leaf.slashed, str(leaf.shape), str(leaf.dtype))
-        if rows is None:
-            table.append((*where, "adamw", "", "", "", ""))
-            return
-        shape = leaf.shape
-        s = row_scale_of(row_scale, rows.fan_in(shape), rows.fan_out(shape), base_fan_in)
+    def line(path: str, one: Routed) -> tuple[str, ...]:
+        leaf, rows = one.leaf, one.rows
+        where = (path, str(leaf.shape), str(leaf.dtype), _goes_to(one))
+        if rows is None or where[-1] == "adamw":
+            return (*where, *[""] * (5 if blocks else 4), _note(one))
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
-        table.append((*where, "nora", *axes, f"{s:.4g}"))
+        fans = (rows.fan_in(leaf.shape), rows.fan_out(leaf.shape))
+        scale = f"{row_scale_of(row_scale, *fans, base_fan_in):.4g}"
+        own = (_blocks(leaf, rows, block_rows),) if blocks else ()
+        return (*where, *axes, "" if where[-1] == "?" else scale, *own, _note(one))
 
-    whole_model(add, params, weight_dimension_numbers)
+    groups = kinds((one.leaf for one in routed.values()), lambda leaf: line("", routed[leaf.path]))
+    head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
+    head += ("blocks", "") if blocks else ("",)
+    table = [head] + [
+        line(pattern + (f" x{len(group)}" if len(group) > 1 else ""), routed[group[0].path])
+        for pattern, group in groups
+    ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    unclear = [one for one in routed.values() if _goes_to(one) == "?"]
+    if unclear:
+        remarks += [
+            "? is for you to say. If each is what its last column says, paste",
+            *code_to_paste(unclear, [one.leaf for one in routed.values()], rule),
+            "with `from optax.contrib import MuonDimensionNumbers`",
+        ]
+    remarks += dict.fromkeys(one.error for one in routed.values())
+    remarks += weak_rows(
+        params, {path: one.rows for path, one in routed.items() if _goes_to(one) == "nora"}
+    )
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    total = max(1, sum(map(sum, sizes.values())))
-    totals = "; ".join(
+    lines += ["", _totals(list(routed.values())), *filter(None, remarks)]
+    print("\n".join(lines), file=file or sys.stdout)
+
+
+def _blocks(leaf: Leaf, rows: Rows, block_rows: int) -> str:
+    """The blocks of a matrix, and operations a weight: two products and six iterations."""
+    size = block_size(leaf.shape, rows, block_rows)
+    count, rest = divmod(rows.fan_out(leaf.shape), size)
+    cost = 4 * size + 48 * size**2 // rows.fan_in(leaf.shape) if size > 1 else 0
+    return f"{count} x {size}" + (f" + {rest}" if rest else "") + f", {cost} ops"
+
+
+def _goes_to(one: Routed) -> str:
+    if one.error or one.decision.note == NOT_FLOATING:
+        return "refused"
+    if one.decision.ask:
+        return "?"
+    return "adamw" if for_nora(one.leaf, one.rows) is None else "nora"
+
+
+def _note(one: Routed) -> str:
+    decision = one.decision
+    if one.error:
+        return "see below"
+    if one.rows is not None and not decision.ask and for_nora(one.leaf, one.rows) is None:
+        return "rows of one weight"
+    return decision.note if decision.sure or decision.ask else f"unsure: {decision.note}"
+
+
+def _totals(routed: list[Routed]) -> str:
+    total = max(1, sum(one.leaf.size for one in routed))
+    sizes = {
+        name: [one.leaf.size for one in routed if _goes_to(one) == name]
+        for name in ("nora", "adamw", "?", "refused")
+    }
+    return "; ".join(
         f"{name}: {len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}, "
         f"{sum(leaves):,} parameters ({sum(leaves) / total:.1%})".replace("%", " %")
         for name, leaves in sizes.items()
+        if leaves or name in ("nora", "adamw")
     )
-    print("\n".join([*lines, "", totals]), file=file or sys.stdout)

@@ -130,8 +130,13 @@ def test_bfloat16_is_measured_in_float32():
 
 
 def test_trees_that_differ():
-    with pytest.raises(ValueError, match="give trees of one structure"):
+    with pytest.raises(ValueError, match="as trees of one structure"):
         row_geometry({"kernel": normal(4, 8)}, {})
+
+
+def test_paths_that_read_alike_have_entries_of_their_own():
+    tree = {"a": {"b/kernel": normal(4, 8)}, "a/b": {"kernel": normal(4, 8)}}
+    assert list(row_geometry(tree, tree)) == ["a/b/kernel", "('a/b', 'kernel')"]
 
 
 # Equilibrium

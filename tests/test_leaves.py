@@ -1,6 +1,7 @@
 """One spelling of every path, and boxes that come back as they went in."""
 
 import dataclasses
+import re
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from optax_nora._leaves import (
     describe,
     map_leaves,
     nodes_with_paths,
-    path_segments,
+    path_of,
 )
 
 
@@ -60,7 +61,7 @@ def test_paths(tree, expected):
 
 
 def test_a_key_of_an_unknown_kind_is_spelled_as_it_prints():
-    assert path_segments(("already", 3, jax.tree_util.FlattenedIndexKey(2))) == (
+    assert path_of(("already", 3, jax.tree_util.FlattenedIndexKey(2))) == (
         "already",
         "3",
         "2",
@@ -142,6 +143,30 @@ def test_map_leaves_shows_a_masked_leaf_of_the_rest_as_none():
     assert out == {"a": True}
 
 
-def test_trees_of_other_structure_are_refused():
-    with pytest.raises(ValueError, match=r"have 2 leaves, .* 1: give trees of one structure"):
-        map_leaves(lambda _, x, y: x, {"a": ONE, "b": ONE}, {"a": ONE})
+@pytest.mark.parametrize("other", [{"a": ONE}, {"a": ONE, "c": ONE}, {"a": ONE, "b": {"c": ONE}}])
+def test_trees_of_other_structure_are_refused(other):
+    for trees in (({"a": ONE, "b": ONE}, other), (other, {"a": ONE, "b": ONE})):
+        with pytest.raises(ValueError, match=r"leaf [bc](/c)? is in one tree and not in another"):
+            map_leaves(lambda _, x, y: x, *trees)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1), (1, 3), (3, 2), (1, 2, 3)])
+def test_arrays_of_another_shape_are_refused(shape):
+    message = re.escape(f"mlp/kernel is (2, 3) in one tree and {shape} in another")
+    with pytest.raises(ValueError, match=message):
+        map_leaves(
+            lambda _, x, y: x, {"mlp": {"kernel": ONE}}, {"mlp": {"kernel": jnp.ones(shape)}}
+        )
+
+
+def test_leaves_are_paired_by_path_whatever_the_order():
+    pair = Pair(first=ONE, second=2 * ONE)
+    backwards = {"second": 20 * ONE, "first": 10 * ONE}
+    out = map_leaves(lambda _, x, y: y / x, pair, backwards)
+    np.testing.assert_array_equal(out.first, 10 * ONE)
+    np.testing.assert_array_equal(out.second, 10 * ONE)
+
+
+def test_a_boolean_speaks_for_a_leaf_of_any_shape():
+    for yes in (True, np.True_, jnp.array(True)):
+        assert map_leaves(lambda _, x, y: bool(y), {"a": ONE}, {"a": yes}) == {"a": True}

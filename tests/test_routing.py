@@ -13,6 +13,7 @@ from tolerance import tolerance
 
 import optax_nora
 from optax_nora import by_path, infer_dimension_numbers, matrix_mask, stacked
+from optax_nora._routing import routes_of
 
 DENSE = MuonDimensionNumbers((0,), (1,))
 PARAMS = {
@@ -85,7 +86,7 @@ def test_one_spec_for_all_leaves():
 
 
 def test_a_tree_that_does_not_match():
-    with pytest.raises(ValueError, match=r"speaks of mlp/down, which matches no leaf; .*mlp/up"):
+    with pytest.raises(ValueError, match=r"names mlp/down, which matches no leaf; .*mlp/up"):
         infer_dimension_numbers(PARAMS, {"embed": None, "mlp": {"down": DENSE}, "lm_head": None})
     with pytest.raises(ValueError, match=r"says nothing of the leaf lm_head/kernel .*or None"):
         infer_dimension_numbers(PARAMS, {"embed": None, "mlp": None})
@@ -94,7 +95,7 @@ def test_a_tree_that_does_not_match():
 
 
 def test_a_pattern_that_matches_nothing_is_told():
-    with pytest.warns(UserWarning, match="speaks of mpl, which matches no leaf; the leaves are"):
+    with pytest.warns(UserWarning, match="names mpl, which matches no leaf; the leaves are"):
         infer_dimension_numbers(PARAMS, by_path({"mpl": None}))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -103,30 +104,6 @@ def test_a_pattern_that_matches_nothing_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         infer_dimension_numbers(PARAMS, by_path({"mlp": None}))
-
-
-def test_ambiguous_leaves_are_listed_with_numbers_to_paste():
-    params = {
-        "query": {"kernel": jnp.ones((64, 4, 16))},
-        "out": {"kernel": jnp.ones((4, 16, 64))},
-        "conv": {"kernel": jnp.ones((3, 3, 8, 16))},
-        "plain": {"kernel": jnp.ones((8, 16))},
-    }
-    with pytest.raises(ValueError, match="nothing says which axes are a row") as error:
-        optax_nora.nora(0.1).init(params)
-    message = str(error.value)
-    for path, x in (("query", (64, 4, 16)), ("out", (4, 16, 64)), ("conv", (3, 3, 8, 16))):
-        assert f"  {path}/kernel {x} float32" in message
-    assert "plain/kernel" not in message
-    # What it says to paste works as it is.
-    snippet = message[message.index("optax_nora.by_path({") : message.index("with `from optax")]
-    rule = eval(snippet, {"optax_nora": optax_nora, "MuonDimensionNumbers": MuonDimensionNumbers})
-    assert numbers_of(params, rule) == {
-        "query/kernel": MuonDimensionNumbers((0,), (1, 2)),
-        "out/kernel": MuonDimensionNumbers((0, 1), (2,)),
-        "conv/kernel": MuonDimensionNumbers((0, 1, 2), (3,)),
-        "plain/kernel": DENSE,
-    }
 
 
 def test_a_stacked_model_needs_one_rule():
@@ -198,6 +175,93 @@ def test_empty_trees():
         tx = optax_nora.nora(0.1)
         updates, _ = tx.update({}, tx.init({}), {})
     assert updates == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (MuonDimensionNumbers(None, 1), r"reduction_axis=None is no axis: give an int"),
+        (MuonDimensionNumbers("0", 1), r"reduction_axis='0' is no axis"),
+        (MuonDimensionNumbers(0, (1, None)), r"output_axis=\(1, None\) is no axis"),
+        ({"up": MuonDimensionNumbers(0.5, 1)}, r"reduction_axis=0.5 is no axis"),
+        (stacked, "stacked: rule is"),
+        (jnp.zeros(()), "functions for schedules"),  # what inject_hyperparams makes of a function
+    ],
+)
+def test_what_are_no_dimension_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        infer_dimension_numbers({"up": {"kernel": jnp.ones((4, 8))}}, given)
+
+
+def test_axes_may_be_numpy_integers():
+    numbers = MuonDimensionNumbers(np.int64(0), (np.int32(1),))
+    assert infer_dimension_numbers({"up": jnp.ones((4, 8))}, numbers) == {"up": DENSE}
+    assert hash(by_path({"up": MuonDimensionNumbers(np.array([0]), [1])}))
+
+
+class Callable(dict):
+    """A tree that can be called, as a module of Equinox."""
+
+    def __call__(self, x):
+        raise AssertionError("a tree is no function")
+
+
+jax.tree_util.register_pytree_with_keys(
+    Callable,
+    lambda tree: ([(jax.tree_util.GetAttrKey(k), v) for k, v in tree.items()], tuple(tree)),
+    lambda keys, values: Callable(zip(keys, values, strict=True)),
+)
+
+
+def test_a_tree_that_can_be_called_is_a_tree():
+    params = Callable(weight=jnp.ones((8, 4)), bias=jnp.ones(8))
+    specs = jax.tree.map(lambda p: OUT_IN if p.ndim == 2 else None, params)
+    by_function = infer_dimension_numbers(params, lambda _: specs)
+    inferred = infer_dimension_numbers(params, specs)
+    assert inferred == by_function == {"weight": OUT_IN, "bias": None}
+    assert infer_dimension_numbers(params, inferred) == inferred
+
+
+def test_specs_may_be_in_boxes():
+    params = {"up": {"kernel": Box(jnp.ones((4, 8))), "bias": Box(jnp.ones(8))}}
+    specs = jax.tree.map(lambda p: OUT_IN if p.ndim == 2 else None, params)
+    assert isinstance(specs["up"]["kernel"], Box)
+    assert infer_dimension_numbers(params, specs) == {"up": {"kernel": OUT_IN, "bias": None}}
+
+
+def test_specs_may_be_masked():
+    params = {"up": optax.MaskedNode(), "down": jnp.ones((4, 8))}
+    specs = {"up": optax.MaskedNode(), "down": OUT_IN}
+    assert infer_dimension_numbers(params, specs) == specs
+
+
+def test_keys_with_slashes_are_kept_apart():
+    params = {"a": {"b/c": jnp.ones((4, 8))}, "a/b": {"c": jnp.ones((4, 8))}}
+    specs = {"a": {"b/c": OUT_IN}, "a/b": {"c": None}}
+    assert infer_dimension_numbers(params, specs) == specs
+    assert list(routes_of(params, specs)) == [("a", "b/c"), ("a/b", "c")]
+
+
+@pytest.mark.parametrize("leaf", ["relu", jax.nn.relu, object()])
+def test_what_is_no_array_is_named(leaf):
+    with pytest.raises(ValueError, match=r"the leaf mlp/odd is .*not an array"):
+        infer_dimension_numbers({"mlp": {"odd": leaf, "kernel": jnp.ones((4, 8))}})
+
+
+def test_an_optimizer_is_no_tree_of_parameters():
+    with pytest.raises(ValueError, match="this is an optimizer; give the parameters"):
+        infer_dimension_numbers(optax_nora.nora(0.1))
+
+
+def test_all_that_is_unclear_is_raised_at_once():
+    params = {
+        "a": {"weight": jnp.ones((4, 8))},
+        "b": {"kernel": jnp.ones((3, 4, 8))},
+        "c": {"kernel": jnp.ones((4, 8))},
+    }
+    with pytest.raises(ValueError, match=r"(?s)which axes are a row.*a/weight.*b/kernel") as error:
+        routes_of(params, None, whole_model=True)
+    assert "c/kernel" not in str(error.value)
 
 
 def test_a_lone_array_is_a_tree():

@@ -10,121 +10,30 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import optax_nora
+from optax_nora._default import Rule
 from optax_nora._leaves import Leaf
-from optax_nora._rules import AmbiguousAxesError, Default, Everywhere, Kernels, Rule, rows_of
+from optax_nora._routing import routes_of
+from optax_nora._rules import DenseOnly, Everywhere, matches, rows_of
 
 
 def leaf(path, *shape, dtype=jnp.float32):
     return Leaf(tuple(path.split("/")), shape, jnp.dtype(dtype))
 
 
-def default(path, *shape, **kwargs):
-    return Default().numbers(leaf(path, *shape, **kwargs))
+def numbers(rule, one):
+    """Where a rule sends a leaf, which must not be unclear."""
+    decision = rule.decide(one)
+    assert not decision.ask, one
+    return decision.numbers
 
 
 DENSE = MuonDimensionNumbers(0, 1)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "kernel",
-        "mlp/up/kernel",
-        "attention/q_proj/weight",
-        "w",
-        "layers/0/lora_a",
-        "0/1",
-        # Words are whole: none of these names an embedding or a head.
-        "embedded_mlp/kernel",
-        "reembed/kernel",
-        "headroom/kernel",
-        "heads/kernel",
-        "multi_head_attention/kernel",
-        "biases/kernel",
-        "scaled",
-        "my_bias_free/kernel",
-        "vocabulary/kernel",
-        "MultiHead/kernel",
-    ],
-)
-def test_two_axes_are_a_matrix(path):
-    assert default(path, 4, 8) == DENSE
-
-
-@pytest.mark.parametrize("name", ["bias", "b", "scale", "gamma", "beta", "offset"])
-def test_a_stacked_vector_is_no_matrix(name):
-    assert default(f"layers/norm/{name}", 12, 64) is None
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "embed/kernel",
-        "embedding",
-        "token_embedding/weight",
-        "Embed_0/embedding",
-        "embedder/input",
-        "embed_tokens/weight",
-        "wte/weight",
-        "transformer/wpe/weight",
-        "lm_head/kernel",
-        "LMHead/kernel",
-        "lmHead/kernel",
-        "tokenEmbedding/kernel",
-        "TokenEmbed/kernel",
-        "unembed/kernel",
-        "logits/kernel",
-        "logits_dense/kernel",
-        "output_head/kernel",
-        "outputHead/kernel",
-        "output-head/kernel",
-        "head/kernel",
-        "Head/kernel",
-        "decoder.logits/kernel",
-    ],
-)
-def test_embeddings_and_output_heads_go_to_adamw(path):
-    assert default(path, 32, 64) is None
-    assert default(path, 2, 32, 64) is None
-
-
-def test_other_leaves_go_to_adamw():
-    assert default("kernel", 8) is None
-    assert default("kernel") is None
-    assert default("table", 4, 8, dtype=jnp.int32) is None
-    assert default("mask", 4, 8, dtype=jnp.bool_) is None
-    assert default("positions", 2, 4, 8) is None  # not named as a matrix
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float64, jnp.complex64])
-def test_every_floating_dtype_makes_a_matrix(dtype):
-    assert default("kernel", 4, 8, dtype=dtype) == DENSE
-
-
-@pytest.mark.parametrize(
-    ("path", "shape", "guess", "meaning"),
-    [
-        ("query/kernel", (64, 4, 16), MuonDimensionNumbers(0, (1, 2)), "(embed, heads, head_dim)"),
-        ("out/kernel", (4, 16, 64), MuonDimensionNumbers((0, 1), 2), "(heads, head_dim, embed)"),
-        ("o_proj/w", (4, 16, 64), MuonDimensionNumbers((0, 1), 2), "(heads, head_dim, embed)"),
-        (
-            "conv/kernel",
-            (3, 3, 8, 16),
-            MuonDimensionNumbers((0, 1, 2), 3),
-            "convolution (..., in, out)",
-        ),
-    ],
-)
-def test_a_matrix_of_three_axes_or_more_is_ambiguous(path, shape, guess, meaning):
-    with pytest.raises(AmbiguousAxesError, match="nothing says which are a row") as error:
-        default(path, *shape)
-    assert (error.value.guess, error.value.meaning) == (guess, meaning)
-
-
-def test_kernels_takes_two_axes_whatever_their_name():
-    assert Kernels().numbers(leaf("embed/bias", 4, 8)) == DENSE
-    with pytest.raises(ValueError, match=r"kernel \(8,\) .*taken for a kernel \(in, out\).*1 axes"):
-        Kernels().numbers(leaf("kernel", 8))
+def test_dense_only_takes_two_axes_whatever_their_name():
+    assert numbers(DenseOnly(), leaf("embed/bias", 4, 8)) == DENSE
+    with pytest.raises(ValueError, match=r"kernel \(8,\) .*taken for a matrix \(in, out\).*1 axes"):
+        DenseOnly().decide(leaf("kernel", 8))
 
 
 def test_rules_are_frozen_and_no_functions():
@@ -134,12 +43,14 @@ def test_rules_are_frozen_and_no_functions():
         optax_nora.stacked(),
         optax_nora.in_shard_map(P()),
         optax_nora.from_logical_axes({}),
+        optax_nora.kernels(),
         Everywhere(DENSE),
     ]
     for rule in rules:
         assert isinstance(rule, Rule)
         assert not callable(rule)
         assert dataclasses.fields(rule)
+        assert isinstance(hash(rule), int)  # to be static under jax.jit
         with pytest.raises(dataclasses.FrozenInstanceError):
             rule.anything = 1
 
@@ -150,7 +61,7 @@ def test_rules_are_frozen_and_no_functions():
 def by_path(pattern, path, *shape):
     """Whether the pattern matches: it sends a leaf to AdamW that is a matrix otherwise."""
     rule = optax_nora.by_path({pattern: None})
-    return rule.numbers(leaf(path, *(shape or (4, 8)))) is None
+    return numbers(rule, leaf(path, *(shape or (4, 8)))) is None
 
 
 @pytest.mark.parametrize(
@@ -199,30 +110,30 @@ def test_the_first_pattern_that_matches_wins():
     first = optax_nora.by_path({"up": None, "mlp": MuonDimensionNumbers(1, 0)})
     second = optax_nora.by_path({"mlp": MuonDimensionNumbers(1, 0), "up": None})
     up = leaf("mlp/up/kernel", 4, 8)
-    assert first.numbers(up) is None
-    assert second.numbers(up) == MuonDimensionNumbers(1, 0)
+    assert numbers(first, up) is None
+    assert numbers(second, up) == MuonDimensionNumbers(1, 0)
 
 
 def test_a_leaf_that_no_pattern_matches_takes_the_default():
     rule = optax_nora.by_path({"adapter": None})
-    assert rule.numbers(leaf("mlp/kernel", 4, 8)) == DENSE
-    assert rule.numbers(leaf("mlp/bias", 4, 8)) is None
+    assert numbers(rule, leaf("mlp/kernel", 4, 8)) == DENSE
+    assert numbers(rule, leaf("mlp/bias", 4, 8)) is None
 
 
 def test_by_path_takes_rules():
     rule = optax_nora.by_path({"layers": optax_nora.stacked(), "head": MuonDimensionNumbers(0, 1)})
-    assert rule.numbers(leaf("layers/mlp/kernel", 12, 4, 8)) == MuonDimensionNumbers((1,), (2,))
-    assert rule.numbers(leaf("head/kernel", 4, 8)) == DENSE  # AdamW by default
+    assert numbers(rule, leaf("layers/mlp/kernel", 12, 4, 8)) == MuonDimensionNumbers((1,), (2,))
+    assert numbers(rule, leaf("head/kernel", 4, 8)) == DENSE  # AdamW by default
 
 
 def test_by_path_keeps_its_patterns_when_the_users_mapping_changes():
     patterns = {"mlp": None}
     rule = optax_nora.by_path(patterns)
     patterns.clear()
-    assert rule.numbers(leaf("mlp/kernel", 4, 8)) is None
+    assert numbers(rule, leaf("mlp/kernel", 4, 8)) is None
 
 
-@pytest.mark.parametrize("pattern", ["", "/mlp", "mlp/", "mlp//kernel"])
+@pytest.mark.parametrize("pattern", ["", "/", "//mlp", "mlp/", "mlp//kernel"])
 def test_by_path_refuses_an_empty_segment(pattern):
     with pytest.raises(ValueError, match="has an empty segment"):
         optax_nora.by_path({pattern: None})
@@ -232,6 +143,44 @@ def test_by_path_refuses_an_empty_segment(pattern):
 def test_by_path_refuses_other_values(value):
     with pytest.raises(ValueError, match=r"'mlp' maps to .*, or None for AdamW"):
         optax_nora.by_path({"mlp": value})
+
+
+def test_a_leading_slash_is_the_start_of_the_path():
+    assert matches("/mlp/kernel", leaf("mlp/kernel"))
+    assert matches("/**/kernel", leaf("block/mlp/kernel"))
+    assert not matches("/mlp/kernel", leaf("block/mlp/kernel"))
+    assert matches("/**", leaf("kernel"))
+
+
+@pytest.mark.parametrize("given", [[("mlp", None)], None, "mlp"])
+def test_by_path_takes_a_dict(given):
+    with pytest.raises(ValueError, match="by_path takes a dict"):
+        optax_nora.by_path(given)
+
+
+def test_rules_are_told_apart_by_what_they_say():
+    patterns = {"a": None, "b": DENSE}
+    backwards = dict(reversed(patterns.items()))
+    assert optax_nora.by_path(patterns) == optax_nora.by_path(patterns)
+    assert optax_nora.by_path(patterns) != optax_nora.by_path(backwards)  # the first match wins
+
+
+# kernels
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("Dense_0/kernel", (4, 8), MuonDimensionNumbers((0,), 1)),
+        ("Conv_0/kernel", (3, 3, 4, 8), MuonDimensionNumbers((0, 1, 2), 3)),
+        ("Conv_0/bias", (8,), None),
+        ("BatchNorm_0/scale", (8,), None),
+        ("embed/embedding", (32, 8), None),
+        ("head/kernel", (8, 32), None),
+    ],
+)
+def test_kernels(path, shape, expected):
+    assert numbers(optax_nora.kernels(), leaf(path, *shape)) == expected
 
 
 # stacked
@@ -248,7 +197,7 @@ def test_by_path_refuses_other_values(value):
     ],
 )
 def test_stacked_makes_a_batch_axis(axis, shape, expected):
-    assert optax_nora.stacked(axis=axis).numbers(leaf("mlp/kernel", *shape)) == expected
+    assert numbers(optax_nora.stacked(axis=axis), leaf("mlp/kernel", *shape)) == expected
     # The batch axis is what is left over.
     rows = rows_of(leaf("mlp/kernel", *shape), expected, P())
     assert rows.batch(3) == (axis % 3,)
@@ -256,48 +205,64 @@ def test_stacked_makes_a_batch_axis(axis, shape, expected):
 
 def test_stacked_numbers_are_of_one_layer():
     rule = optax_nora.stacked(MuonDimensionNumbers((0, -2), -1))
-    assert rule.numbers(leaf("out/kernel", 12, 4, 16, 64)) == MuonDimensionNumbers((1, 2), (3,))
+    assert numbers(rule, leaf("out/kernel", 12, 4, 16, 64)) == MuonDimensionNumbers((1, 2), (3,))
 
 
 def test_stacked_stacks():
     rule = optax_nora.stacked(optax_nora.stacked())
-    assert rule.numbers(leaf("kernel", 2, 3, 4, 8)) == MuonDimensionNumbers((2,), (3,))
+    assert numbers(rule, leaf("kernel", 2, 3, 4, 8)) == MuonDimensionNumbers((2,), (3,))
 
 
 @pytest.mark.parametrize("name", ["bias", "scale"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_stacked_vector_goes_to_adamw(name, axis):
-    assert optax_nora.stacked(axis=axis).numbers(leaf(f"norm/{name}", 12, 64)) is None
+    assert numbers(optax_nora.stacked(axis=axis), leaf(f"norm/{name}", 12, 64)) is None
 
 
 def test_an_unnamed_stacked_vector_goes_to_adamw():
-    assert optax_nora.stacked().numbers(leaf("norm/something", 12, 64)) is None
+    assert numbers(optax_nora.stacked(), leaf("norm/something", 12, 64)) is None
 
 
 def test_a_stacked_leaf_may_still_be_ambiguous():
-    with pytest.raises(AmbiguousAxesError) as error:
-        optax_nora.stacked().numbers(leaf("query/kernel", 12, 64, 4, 16))
-    assert error.value.leaf.shape == (12, 64, 4, 16)
-    assert error.value.guess == MuonDimensionNumbers((1,), (2, 3))
-    assert error.value.meaning == "stacked (embed, heads, head_dim)"
+    decision = optax_nora.stacked().decide(leaf("query/kernel", 12, 64, 4, 16))
+    assert decision.ask
+    assert decision.numbers == MuonDimensionNumbers((1,), (2, 3))
+    assert decision.note == "stacked along axis 0, (embed, heads, head_dim)"
 
 
 @pytest.mark.parametrize("axis", [3, -4])
 def test_stacked_along_an_axis_that_is_not_there(axis):
     with pytest.raises(ValueError, match=f"mlp/kernel .* has no axis {axis} to be stacked along"):
-        optax_nora.stacked(axis=axis).numbers(leaf("mlp/kernel", 12, 4, 8))
+        optax_nora.stacked(axis=axis).decide(leaf("mlp/kernel", 12, 4, 8))
 
 
-def test_stacked_on_a_kernel_that_is_not():
-    with pytest.raises(ValueError, match=r"mlp/kernel \(4, 8\) .*leaves it one axis.*by_path"):
-        optax_nora.stacked().numbers(leaf("mlp/kernel", 4, 8))
+@pytest.mark.parametrize("name", ["kernel", "weight"])
+def test_stacked_on_a_matrix_that_is_not_asks(name):
+    assert optax_nora.stacked().decide(leaf(f"mlp/{name}", 4, 8)).ask
+    # Where the rule of one layer says None, or the path is a norm's, there is nothing to ask.
+    assert (
+        numbers(optax_nora.stacked(optax_nora.by_path({"*": None})), leaf("a/weight", 4, 8)) is None
+    )
+    assert numbers(optax_nora.stacked(), leaf("norm/weight", 4, 8)) is None
+
+
+@pytest.mark.parametrize("axis", ["x", None, 1.0, (0, 1)])
+def test_the_axis_of_a_stack_is_one_int(axis):
+    with pytest.raises((ValueError, TypeError), match="axis"):
+        optax_nora.stacked(axis=axis)
+
+
+@pytest.mark.parametrize("rule", [{"a": DENSE}, (0, 1), optax_nora.stacked])
+def test_stacked_takes_numbers_or_a_rule(rule):
+    with pytest.raises(ValueError, match=r"stacked: rule is .*stacked\(\), not stacked"):
+        optax_nora.stacked(rule)
 
 
 # in_shard_map
 
 
 def mesh_axes(rule, one):
-    rows = rows_of(one, rule.numbers(one), rule.partition_spec(one))
+    rows = rows_of(one, numbers(rule, one), rule.partition_spec(one))
     return rows.reduction_mesh, rows.output_mesh
 
 
@@ -325,9 +290,9 @@ def test_in_shard_map_joins_the_mesh_axes_of_all_reduction_axes():
 
 def test_in_shard_map_routes_as_its_rule_does():
     rule = optax_nora.in_shard_map(P("tp"), optax_nora.by_path({"mlp": None}))
-    assert rule.numbers(leaf("mlp/kernel", 4, 8)) is None
-    assert rule.numbers(leaf("other/kernel", 4, 8)) == DENSE
-    assert rule.unmatched([("other", "kernel")]) == ["mlp"]
+    assert numbers(rule, leaf("mlp/kernel", 4, 8)) is None
+    assert numbers(rule, leaf("other/kernel", 4, 8)) == DENSE
+    assert rule.unmatched([leaf("other/kernel")]) == ["mlp"]
 
 
 def test_in_shard_map_wants_a_spec_for_each_leaf():
@@ -343,13 +308,30 @@ def test_fans_are_those_of_the_whole_matrix():
 
     def see(x):
         one = leaf("kernel", *x.shape)
-        rows = rows_of(one, rule.numbers(one), rule.partition_spec(one))
+        rows = rows_of(one, numbers(rule, one), rule.partition_spec(one))
         fans.append((rows.fan_in(x.shape), rows.fan_out(x.shape)))
         return x
 
     specs = {"in_specs": P("tp", "data"), "out_specs": P("tp", "data")}
     jax.jit(jax.shard_map(see, mesh=mesh, **specs))(jnp.ones((8, 12)))
     assert fans[-1] == (8, 12)
+
+
+def test_neighbours_are_compared_as_they_are_over_all_devices():
+    # On each device the bias is as long as the kernel's first axis, in truth as its second.
+    specs = {"kernel": P(), "bias": P("tp")}
+    rule = optax_nora.in_shard_map(specs)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+    seen = []
+
+    def see(tree):
+        seen.append(routes_of(tree, rule))
+        return tree
+
+    jax.jit(jax.shard_map(see, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
+    assert seen[0] == routes_of(params, rule)
+    assert seen[0]["kernel",] == ((0,), (1,), (), ())
 
 
 # rows_of: dimension numbers against a leaf
@@ -406,7 +388,7 @@ def test_numbers_that_do_not_fit(numbers, shape, message):
 
 
 def test_integer_leaves_are_refused():
-    with pytest.raises(ValueError, match=r"table \(4, 8\) int32 is no floating leaf.*give it None"):
+    with pytest.raises(ValueError, match=r"table \(4, 8\) int32 is not floating.*give it None"):
         rows_of(leaf("table", 4, 8, dtype=jnp.int32), DENSE, P())
     with pytest.raises(ValueError, match=r"table \(4, 8\) int32 .*keep it out of the parameters"):
         optax_nora.nora(0.1).init({"table": jnp.ones((4, 8), jnp.int32)})

@@ -368,7 +368,7 @@ def test_params_are_needed(backend):
 
 def test_gradients_of_another_structure_are_refused():
     tx = nora(0.1, backend="pallas")
-    with pytest.raises(ValueError, match="give trees of one structure"):
+    with pytest.raises(ValueError, match="as trees of one structure"):
         tx.step({"mlp": GRADS[0]["mlp"]}, tx.init(model()), model())
 
 

@@ -159,3 +159,16 @@ def test_nnx_layers_that_need_numbers(layer):
     kernel = updates["kernel"] if layer == "conv" else updates["out"]["kernel"]
     norms = jnp.sqrt(jnp.sum(kernel[...] ** 2, axis=tuple(range(kernel[...].ndim - 1))))
     assert jnp.allclose(norms, 0.1, rtol=tolerance(24))
+
+
+@pytest.mark.parametrize("kind", ["linen boxes", "nnx state"])
+def test_specs_made_by_tree_map(kind):
+    """What optax's muon takes: specs in the places of the arrays, within whatever holds them."""
+    if kind == "nnx state":
+        params = nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Param)
+    else:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        params = linen_params(nn.Dense(16, kernel_init=init), 2, 8)
+    specs = jax.tree.map(lambda p: MuonDimensionNumbers(0, 1) if p.ndim == 2 else None, params)
+    assert optax_nora.matrix_mask(params, specs) == optax_nora.matrix_mask(params)
+    assert sum(jax.tree.leaves(optax_nora.matrix_mask(params, specs))) == 1

@@ -195,7 +195,7 @@ def test_only_matrices():
     ("tx", "message"),
     [
         (optax_nora.nora(0.02), "bias"),  # jax's own message names the leaf
-        (optax_nora.row_project(weight_dimension_numbers=BY_HAND), "trees of one structure"),
+        (optax_nora.row_project(weight_dimension_numbers=BY_HAND), "as trees of one structure"),
     ],
     ids=["nora", "row_project"],
 )
