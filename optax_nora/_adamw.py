@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._checks import check_moment_dtype, check_range, require_params
-from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
 from optax_nora._routing import (
     Routes,
     WeightDimensionNumbers,
@@ -135,7 +135,7 @@ def route_to(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         require_params(params)
-        map_leaves(lambda leaf, p, g: p, params, updates)  # raises where the two differ
+        check_paired(params, updates)
         tx, routes = routed(params)
         with enclosing(routes):
             return tx.update(updates, state, params, **extra_args)

@@ -212,6 +212,11 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     )
 
 
+def check_paired(tree: PyTree, *rest: PyTree) -> None:
+    """Raise where these trees differ in the paths or shapes of their leaves."""
+    map_leaves(lambda _, array, *others: array, tree, *rest)
+
+
 def _paired(paths: list[Path], tree: PyTree) -> list[Any]:
     """The nodes of ``tree`` in the order of ``paths``."""
     found = dict(nodes_with_paths(tree)[0])

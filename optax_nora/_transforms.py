@@ -10,7 +10,7 @@ import optax
 from optax_nora._axes import Rows
 from optax_nora._blocks import check_block_rows, orthonormalize
 from optax_nora._checks import check_range, require_params
-from optax_nora._leaves import PyTree
+from optax_nora._leaves import PyTree, check_paired
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
 from optax_nora._rows import (
     check_row_scale,
@@ -43,6 +43,7 @@ def _stateless(
         if needs_params:
             require_params(params)
         like = updates if params is None else params
+        check_paired(like, updates)
         routes = routes_of(like, weight_dimension_numbers, whole_model)
         return map_rows(one, routes, updates, like), state
 

@@ -194,7 +194,7 @@ def test_only_matrices():
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (optax_nora.nora(0.02), "bias"),  # jax's own message names the leaf
+        (optax_nora.nora(0.02), "the leaf bias is in one tree and not in another"),
         (optax_nora.row_project(weight_dimension_numbers=BY_HAND), "as trees of one structure"),
     ],
     ids=["nora", "row_project"],
