@@ -241,7 +241,7 @@ def inverse_root(gram: Array, times: Callable[[Array, Array, int], Array] = _tim
     for k, (a, b, c) in enumerate(QUINTICS):
         factor = a * one + b * gram + c * (square if k == 0 else times(gram, gram, k))
         # The new factor from the left: from the right, what rounding mixes into small eigenvalues
-        # is multiplied by all factors before it, and the result is off by its own size.
+        # would be multiplied by all factors before it. See docs/results/block-notes.md.
         root = times(factor, root, k) if k else factor * root
         if k + 1 < len(QUINTICS):
             gram = times(factor, times(gram, factor, k), k)
