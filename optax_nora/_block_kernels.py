@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from optax_nora import _kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import QUINTICS, SHIFT, block_size, inverse_root
-from optax_nora._kernels import MOST_BATCHES, _fold, _fused_multiply_add, _like, _read
+from optax_nora._kernels import MOST_BATCHES, _fold, _like, _read
 from optax_nora._step import Coefficients
 
 Array = jax.Array
@@ -30,6 +31,7 @@ MOST_ROWS = 256  # of a block
 TILE = 128  # rows at most that one program multiplies
 # The quintics whose products need twice the digits: after these no eigenvalue is under 1e-3.
 PRECISE = 2
+PROGRAMS = 512  # a few for each multiprocessor
 # What orthonormal rows are times while they wait in float16 for their lengths: no number is
 # subnormal that matters, and none overflows.
 HALF_SCALE = 1024.0
@@ -132,23 +134,16 @@ def step(
     momentum as it is stored. Rows shorter than 1e-19 or longer than 1e19 are out of range.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-    view = _view(rows, w.shape)
-    size = block_size(w.shape, rows, block_rows)
+    view, size = _view(rows, w.shape), block_size(w.shape, rows, block_rows)
+    assert view is not None  # `fits` comes first
     static = _Static(view, size, min(TILE, max(16, pl.next_power_of_2(size))), 0, 0, interpret)
-    new_mu, grams, squares = _gram(
-        coefficients, *(x.reshape(view.shape) for x in (g, mu)), static, tuning
-    )
+    flat_g, flat_mu, flat_w = (x.reshape(view.shape) for x in (g, mu, w))
+    new_mu, grams, squares = _gram(coefficients, flat_g, flat_mu, static, tuning)
     root = _roots(grams, squares, static, tuning)
-    flat_g = g.reshape(view.shape)
     mixed, lengths = _apply(coefficients, root, flat_g, new_mu, static, tuning)
-    c = Coefficients(*coefficients)
-    update = _finish(c, mixed, squares, lengths, w.reshape(view.shape), static)
-    flat_w = w.reshape(view.shape)
-    out = (
-        (flat_w + update.astype(w.dtype)).astype(w.dtype)
-        if write_weights
-        else update.astype(w.dtype)
-    )
+    update = _finish(Coefficients(*coefficients), mixed, squares, lengths, flat_w, static)
+    update = update.astype(w.dtype)
+    out = (flat_w + update).astype(w.dtype) if write_weights else update
     return new_mu.reshape(mu.shape), out.reshape(w.shape)
 
 
@@ -161,7 +156,7 @@ def _call(
     warps: int,
     stages: int,
     aliases: dict[int, int],
-) -> Sequence[Array]:
+) -> Any:
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(kernel, static=static),
@@ -175,12 +170,21 @@ def _call(
     )(*inputs)
 
 
+def _divided(static: _Static, width: int, part: int) -> _Static:
+    """Rows in parts of ``part`` weights, or of less where there would be few programs."""
+    view = static.view
+    tiles = view.batch * view.groups * static.blocks * static.subs
+    turns = pl.cdiv(view.n, width)
+    few = max(2, turns * tiles // PROGRAMS)
+    return static._replace(width=width, part=width * min(turns, part // width, few))
+
+
 def _gram(
     coefficients: Array, g: Array, mu: Array, static: _Static, tuning: Tuning
 ) -> tuple[Array, Array, Array]:
     """The new momentum, Gram matrices (batch, blocks, parts, b, b), squares (.., parts, b)."""
     view = static.view
-    static = static._replace(width=tuning.gram_width, part=tuning.gram_part)
+    static = _divided(static, tuning.gram_width, tuning.gram_part)
     blocks, tile = view.groups * static.blocks, static.tile
     lead = (view.batch, blocks * static.subs, static.parts)
     new_mu, grams, squares = _call(
@@ -228,7 +232,7 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
         square = jnp.sum(squares, axis=2)
         inverse = _inverse(square)
         gram = jnp.sum(grams, axis=2) * inverse[..., :, None] * inverse[..., None, :]
-        return inverse_root(gram) * inverse[..., None, :]
+        return inverse_root(gram, _times) * inverse[..., None, :]
     (root,) = _call(
         _root_kernel,
         static,
@@ -242,12 +246,20 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
     return root.reshape(batch, blocks, b, b)
 
 
+def _times(a: Array, b: Array, k: int) -> Array:
+    """A product of XLA's, as precise as the k-th quintic needs it."""
+    (high_a, low_a), (high_b, low_b) = (_pair(x, jnp.float16, interpret=True) for x in (a, b))
+    times = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    some = times(high_a, low_b) + times(high_a, high_b)
+    return some if k >= PRECISE else times(low_a, high_b) + some
+
+
 def _apply(
     coefficients: Array, root: Array, g: Array, mu: Array, static: _Static, tuning: Tuning
 ) -> tuple[Array, Array]:
     """Orthonormal rows times HALF_SCALE in float16, and squares (batch, tiles, parts, rows)."""
     view = static.view
-    static = static._replace(width=tuning.apply_width, part=tuning.apply_part)
+    static = _divided(static, tuning.apply_width, tuning.apply_part)
     tiles = view.groups * static.blocks * static.subs
     return _call(
         _apply_kernel,
@@ -305,6 +317,10 @@ def _rows_of_tile(tile: Array, static: _Static) -> tuple[Array, Array]:
     return group * static.view.rows + k * static.size + sub * static.tile, there
 
 
+def _multiply_add(a: Array, b: Array, c: Array, static: Any) -> Array:
+    return _kernels._fused_multiply_add(a, b, c, static)
+
+
 def _load(
     ref: Ref, batch: Array, row: Array, there: Array, column: Array, static: _Static
 ) -> tuple[Ref, Array]:
@@ -360,13 +376,11 @@ def _gram_kernel(
         gram, square = carry
         where = (batch, row, there, part * static.part + k * static.width, static)
         scaled = c.grad_scale * _read_tile(g, *where)
-        new = _fused_multiply_add(c.beta, _read_tile(mu, *where), c.one_minus_beta * scaled, static)
+        new = _multiply_add(c.beta, _read_tile(mu, *where), c.one_minus_beta * scaled, static)
         new = new.astype(mu_out.dtype)
         at, mask = _load(mu_out, *where)
         triton.store(at, new, mask=mask)
-        h = _fused_multiply_add(
-            c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static
-        )
+        h = _multiply_add(c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static)
         pair = _pair(h, jnp.bfloat16, static.interpret)
         return gram + _dot_pairs(pair, pair, along, along), square + jnp.sum(h * h, axis=along)
 
@@ -379,7 +393,7 @@ def _gram_kernel(
 def _look_ahead(c: Coefficients, g: Ref, mu: Ref, where: Any, static: _Static) -> Array:
     """The look-ahead h of a tile, from the momentum after the step."""
     scaled = c.grad_scale * _read_tile(g, *where)
-    return _fused_multiply_add(c.ahead, _read_tile(mu, *where), c.one_minus_ahead * scaled, static)
+    return _multiply_add(c.ahead, _read_tile(mu, *where), c.one_minus_ahead * scaled, static)
 
 
 def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _Static) -> None:
@@ -390,12 +404,12 @@ def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _S
 
     def turn(k: Array, gram: Array) -> Array:
         column = part * static.part + k * static.width
-        pairs = []
-        for sub in range(2):
-            row, there = _rows_of_tile(2 * block + sub, static)
-            h = _look_ahead(c, g, mu, (batch, row, there, column, static), static)
-            pairs.append(_pair(h, jnp.bfloat16, static.interpret))
-        return gram + _dot_pairs(*pairs, along, along)
+        h = [
+            _look_ahead(c, g, mu, (batch, *_rows_of_tile(tile, static), column, static), static)
+            for tile in (2 * block, 2 * block + 1)
+        ]
+        upper, lower = (_pair(x, jnp.bfloat16, static.interpret) for x in h)
+        return gram + _dot_pairs(upper, lower, along, along)
 
     zeros = jnp.zeros((static.tile, static.tile))
     triton.store(grams.at[batch, block, part], jax.lax.fori_loop(0, _turns(static), turn, zeros))
@@ -481,7 +495,7 @@ def _apply_kernel(
 
     def turn(k: Array, square: Array) -> Array:
         column = part * static.part + k * static.width
-        total = 0.0
+        total = jnp.float32(0)
         for other in range(static.subs):
             first, held = _rows_of_tile(block * static.subs + other, static)
             pair = bf16(_look_ahead(c, g, mu, (batch, first, held, column, static), static))

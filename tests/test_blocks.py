@@ -227,7 +227,7 @@ def assert_in_interval(x, y):
         top = np.count_nonzero((values >= share * values[0]) & (values > 0))
         inner = left[:, :top].T @ y @ right[:top].T
         assert np.all(np.linalg.svd(inner, compute_uv=False) >= least)
-    assert np.linalg.norm(y, 2) <= 1.01
+    assert np.linalg.norm(y, 2) <= 1.05
 
 
 # Hard blocks
