@@ -190,14 +190,11 @@ def test_only_matrices():
         chex.assert_trees_all_close(jnp.linalg.norm(step, axis=0), 0.125, rtol=1e-6)
 
 
-DENSE = {"k": MuonDimensionNumbers(0, 1), "bias": None}
-
-
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
         (optax_nora.nora(0.02), "bias"),  # jax's own message names the leaf
-        (optax_nora.row_project(weight_dimension_numbers=DENSE), "as trees of one structure"),
+        (optax_nora.row_project(weight_dimension_numbers=BY_HAND), "as trees of one structure"),
     ],
     ids=["nora", "row_project"],
 )
