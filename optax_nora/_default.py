@@ -15,7 +15,9 @@ from optax.contrib import MuonDimensionNumbers
 from optax_nora._guess import axes_told, biases_of, guess, names_weight, out_first, stack_axis
 from optax_nora._leaves import Leaf
 from optax_nora._names import (
+    ATTENTION_IN,
     DOUBTS,
+    EMBEDDING_DOUBTS,
     MATRIX_NAMES,
     OWN_EMBEDDINGS,
     VECTORS_IN_PATH,
@@ -93,7 +95,8 @@ class Default(Rule):
         ):
             return ask(leaf)
         in_out = MuonDimensionNumbers(0, 1)
-        if leaf.shape[0] == leaf.shape[1] <= 8 and not plain:
+        mixes = not plain or any(w.startswith("mix") for s in leaf.segments for w in words(s))
+        if leaf.shape[0] == leaf.shape[1] <= 8 and mixes:
             return Decision(in_out, "small and square: a matrix that mixes?", sure=False)
         if not plain and told is None:
             return Decision(in_out, "its name is unknown: taken for (in, out)", sure=False)
@@ -107,8 +110,11 @@ def by_name(leaf: Leaf) -> Decision | None:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return Decision(None, NOT_FLOATING)
     for at, segment in enumerate(leaf.segments):
-        if kind := _embedding_or_head(segment, segment == own and at >= len(above)):
-            doubt = at < len(above) - 1 or any_word(leaf.segments[at:], DOUBTS)
+        below = leaf.segments[at:]
+        embeds = names_embedding(segment) or (segment == own and any_word([own], OWN_EMBEDDINGS))
+        if embeds or (names_head(segment) and not any_word(below[1:], ATTENTION_IN)):
+            doubt = len(below) > 2 or any_word(below, EMBEDDING_DOUBTS if embeds else DOUBTS)
+            kind = "embedding" if embeds else "output head"
             return Decision(None, f"named as an {kind}, perhaps none" if doubt else "", not doubt)
     if any(zero <= set(words(segment)) for segment in leaf.segments[-2:] for zero in ZEROS):
         return Decision(None, "starts at zero")
@@ -129,12 +135,6 @@ def by_name(leaf: Leaf) -> Decision | None:
     if leaf.ndim == 2 and _like_the_vocabulary(leaf):
         return Decision(None, "as large as the embedding: an output head?", sure=False)
     return None
-
-
-def _embedding_or_head(segment: str, own: bool) -> str:
-    if names_embedding(segment) or (own and any_word([segment], OWN_EMBEDDINGS)):
-        return "embedding"
-    return "output head" if names_head(segment) else ""
 
 
 def _like_the_vocabulary(leaf: Leaf) -> bool:

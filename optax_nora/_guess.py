@@ -12,13 +12,13 @@ from optax_nora._names import (
     ATTENTION_IN,
     ATTENTION_OUT,
     BIASES,
-    CONVOLUTIONS,
     EXPERTS,
     FUSED,
     MATRIX_NAMES,
     MLPS,
     STACKS,
     any_word,
+    names_convolution,
     names_vector,
     words,
 )
@@ -134,7 +134,7 @@ def _more(leaf: Leaf) -> Guess:
     if (out := axes_told(leaf)) is not None:
         rest = tuple(a for a in range(n) if a not in out)
         return MuonDimensionNumbers(rest, out), "its bias has the length of the outputs"
-    if any_word(path, CONVOLUTIONS):
+    if any(map(names_convolution, path)):
         return _convolution(leaf)
     if (known := _attention(leaf)) is not None:
         return known
@@ -142,8 +142,8 @@ def _more(leaf: Leaf) -> Guess:
         if names_weight(leaf):
             conv = shape[2] <= min(12, *shape[:2])
             return _convolution(leaf) if conv else (MuonDimensionNumbers(2, 1), "(..., out, in)")
-        if shape[0] >= max(shape):
-            return MuonDimensionNumbers(0, (1, 2)), "(in, heads, head_dim)"
+        if shape[0] >= max(shape) or shape[1] < min(5, shape[0], shape[2]):
+            return MuonDimensionNumbers(0, (1, 2)), "(in, ...), the others out"
         return MuonDimensionNumbers(1, 2), "(layers, in, out) or (experts, in, out)"
     return _convolution(leaf)
 
@@ -165,11 +165,13 @@ def _attention(leaf: Leaf) -> Guess | None:
         if n == 4:
             numbers, meaning = _attention(leaf.without(0)) or _IN_OUT
             return numbers and outward(numbers, 0), f"stacked along axis 0, {meaning}"
-        if out:
-            return MuonDimensionNumbers((0, 1), 2), "(heads, head_dim, embed)"
-        if einsum:
-            return MuonDimensionNumbers(1, (0, 2)), "(heads, embed, head_dim)"
-        return MuonDimensionNumbers(0, (1, 2)), "(embed, heads, head_dim)"
+        # The longest axis is that of the model's width; in a draw it lies where Flax has it.
+        embed = max(range(3), key=lambda a: (shape[a], a == (2 if out else int(einsum))))
+        heads = [a for a in range(3) if a != embed]
+        meaning = ["heads", "head_dim"]
+        meaning.insert(embed, "embed")
+        sides = (tuple(heads), embed) if out else (embed, tuple(heads))
+        return MuonDimensionNumbers(*sides), f"({', '.join(meaning)})"
     return None
 
 

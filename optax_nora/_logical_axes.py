@@ -16,14 +16,14 @@ from optax_nora._rules import Frozen
 
 # The last of these words in an axis' name says what it is, `no` and what follows apart.
 KINDS = {
-    "batch": ("layers", "layer", "stage", "stages", "repeat", "stack", "scan"),
+    "batch": ("layers", "layer", "stage", "stages", "repeat", "repeats", "stack", "scan"),
     "experts": ("exp", "expert", "experts"),
     "joint": ("heads", "head", "kv", "qkv", "q", "k", "v"),
     "window": ("height", "width", "depth", "time", "spatial", "window", "conv"),
     "adamw": ("vocab", "vocabulary", "classes", "norm"),
     "feature": (
         *("embed", "embedding", "mlp", "hidden", "in", "out", "input", "output"),
-        *("features", "feature", "channels", "ffn", "ff", "model", "lora", "rank"),
+        *("features", "feature", "channels", "ffn", "ff", "lora", "rank"),
     ),
 }
 _KIND_OF = {word: kind for kind, known in KINDS.items() for word in known}

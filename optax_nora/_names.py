@@ -24,31 +24,31 @@ BIASES = frozenset({"bias", "biases"})
 # Anywhere in a path these speak of vectors; the others do in a leaf's own name only.
 VECTORS_IN_PATH = BIASES | {"scale", "scales"}
 VECTORS = VECTORS_IN_PATH | _set(
-    "gamma beta alpha offset shift gain slope log sink sinks dt decay temperature threshold delta "
-    "lambda mean var std variance loc freq freqs frequencies"
+    "gamma beta alpha offset shift gain slope slopes log sink sinks dt decay temperature threshold "
+    "delta lambda mean var std variance loc freq freqs frequencies"
 )
 WHOLE_VECTORS = frozenset({"b", "d", "g"})  # own names of one letter; `d` is Mamba's
 
 EMBEDDINGS = frozenset({"wte", "wpe", "vocab", "codebook"})
 _EMBEDDING = re.compile(r"(un|pos|tok|patch|rel|time)?emb(s|d|ed|eds|edder|edders|edding|eddings)?")
-OWN_EMBEDDINGS = _set("token tokens table tables position positions positional")
+OWN_EMBEDDINGS = _set("token tokens table tables pos position positions positional latents")
 POSITIONS = _set("wpe pos position positions positional type types segment rel relpos")
 
 HEADS = frozenset({"logit", "logits", "classifier", "readout", "predictions"})  # and logit...
-_HEAD_SEGMENTS = frozenset({"score", "qa_outputs"})
+_HEAD_SEGMENTS = frozenset({"score", "qa_outputs", "seq_relationship"})
 _NO_HEADS = _set("multi per attn attention self cross each num")  # ..._head is no head
 # In the name of an embedding or a head these cast doubt: a hidden projection beside it.
 DOUBTS = _set("pre proj projection projector mapping mlp hidden transform")
+EMBEDDING_DOUBTS = DOUBTS | _set("linear dense fc to")
 # Low-rank factors that start at zero, in a leaf's own name or its parent's.
 ZEROS = (frozenset({"lora", "b"}), frozenset({"lora", "up"}))
 
 ATTENTION_IN = _set("query key value q k v qkv kv wq wk wv")
-ATTENTION_OUT = _set("out o vec wo")
+ATTENTION_OUT = _set("out output o vec wo")
 FUSED = _set("qkv kv fused")
 STACKS = _set("layer layers block blocks stack stacked scan repeat stages")
 MLPS = _set("mlp ffn feedforward")
 EXPERTS = _set("moe expert experts exp")
-CONVOLUTIONS = _set("conv convs convolution patch patches deconv")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
@@ -71,12 +71,20 @@ def names_norm(segment: str) -> bool:
 
 
 @cache
+def names_convolution(segment: str) -> bool:
+    """Whether a segment is that of a convolution."""
+    return any("conv" in word or word == "patch" for word in words(segment))
+
+
+@cache
 def names_vector(segment: str) -> bool:
     """Whether a leaf's own name is a vector's."""
     own = words(segment)
+    ends = any(word.endswith(("bias", "scale")) for word in own)  # layerscale
     bias_of_letter = bool(own) and own[0] == "b" and len(own) < 3  # b, b1, b_q
     return (
         names_norm(segment)
+        or ends
         or not VECTORS.isdisjoint(own)
         or bias_of_letter
         or (len(own) == 1 and own[0] in WHOLE_VECTORS)

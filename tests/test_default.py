@@ -103,7 +103,7 @@ def test_no_other_dtype_does(dtype):
         *("bias", "b", "b1", "scale", "gamma", "beta", "offset", "q_bias", "ln_scale", "dt_bias"),
         *("A_log", "D", "ln_1/weight", "norm/weight", "RMSNorm_0/w", "layernorm/kernel"),
         *("attn/sinks", "moe/wi_0_bias", "bias/value", "mlp/bias/0", "qNorm/scale/array"),
-        *("log_std", "layer_scale", "q_norm/weight/array"),
+        *("log_std", "layer_scale", "layerscale", "q_norm/weight/array"),
     ],
 )
 @pytest.mark.parametrize("shape", [(12, 64), (64, 12), (12, 6, 64)])
@@ -176,7 +176,9 @@ def test_many_matrices_of_the_embeddings_size_are_no_heads():
         ("pre_logits/kernel", (64, 128), None),
         ("cls/predictions/transform/dense/kernel", (64, 128), None),
         ("norm1/linear/kernel", (64, 128), None),
+        ("embed_to_model/kernel", (64, 128), None),
         ("mix", (4, 4), IN_OUT),
+        ("stream_mixing/kernel", (4, 4), IN_OUT),
         ("something", (64, 128), IN_OUT),
     ],
 )
@@ -268,6 +270,15 @@ AMBIGUOUS = {
     "conv/weight (8, 3, 3, 3)": ((1, 2, 3), (0,)),
     "conv/weight (16, 8, 3)": ((1, 2), (0,)),
     "layers/weight (3, 16, 8)": ((2,), (1,)),
+    "attention_output/kernel (4, 16, 64)": OUT,
+    "post_out/w (64, 4, 16)": ((1, 2), (0,)),
+    "q_proj/weight (4, 16, 64)": ((2,), (0, 1)),
+    "q/w (4, 64, 16)": EINSUM,
+    "dwconv/kernel (4, 1, 64)": OUT,
+    "mlp/wi/kernel (64, 2, 128)": QKV,
+    "qkv_proj/kernel (64, 3, 64)": QKV,
+    "MAPHead_0/query/kernel (64, 4, 16)": QKV,
+    "head_0/key/kernel (64, 4, 16)": QKV,
     "conv2_d_transpose/w (3, 3, 8, 3)": ((0, 1, 3), (2,)),
 }
 

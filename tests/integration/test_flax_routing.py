@@ -172,3 +172,39 @@ def test_specs_made_by_tree_map(kind):
     specs = jax.tree.map(lambda p: MuonDimensionNumbers(0, 1) if p.ndim == 2 else None, params)
     assert optax_nora.matrix_mask(params, specs) == optax_nora.matrix_mask(params)
     assert sum(jax.tree.leaves(optax_nora.matrix_mask(params, specs))) == 1
+
+
+class Everything(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(32, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
+        self.conv1 = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
+        self.cell = nnx.OptimizedLSTMCell(8, 16, rngs=rngs)
+        self.lora = nnx.LoRALinear(8, 16, lora_rank=4, rngs=rngs)
+        self.head = nnx.Linear(8, 32, rngs=rngs)
+
+
+def test_the_rule_for_flax_takes_all_layers_of_nnx():
+    state = nnx.state(Everything(nnx.Rngs(0)), (nnx.Param, nnx.LoRAParam))
+    tree = infer_dimension_numbers(state, optax_nora.rules.flax_nnx())
+    dense = MuonDimensionNumbers((0,), (1,))
+    qkv = MuonDimensionNumbers((0,), (1, 2))
+    routed, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
+    )
+    keys = {jax.tree_util.keystr(p, simple=True, separator="/"): numbers for p, numbers in routed}
+    assert {path.removesuffix("/value"): numbers for path, numbers in keys.items()} == {
+        **{f"attention/{name}/kernel": qkv for name in ("query", "key", "value")},
+        "attention/out/kernel": MuonDimensionNumbers((0, 1), (2,)),
+        "conv1/kernel": MuonDimensionNumbers((0, 1, 2), (3,)),
+        **{"cell/dense_i/kernel": dense, "cell/dense_h/kernel": dense},
+        **{"lora/kernel": dense, "lora/lora/lora_a": dense},
+    }
+
+
+def test_the_rule_for_flax_takes_linens_attention():
+    params = linen_params(nn.MultiHeadDotProductAttention(num_heads=2), 2, 5, 8)
+    found = numbers_of(params, optax_nora.rules.flax_nnx())
+    assert found["query/kernel"] == MuonDimensionNumbers((0,), (1, 2))
+    assert found["out/kernel"] == MuonDimensionNumbers((0, 1), (2,))
