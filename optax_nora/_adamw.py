@@ -18,6 +18,7 @@ from optax_nora._routing import (
     route_tree,
 )
 from optax_nora._rows import widen
+from optax_nora._weak_rows import warn_of_weak_rows
 
 Array = jax.Array
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -116,7 +117,7 @@ def route_to(
         labels, routes = route_tree(
             lambda rows: "adamw" if rows is None else "matrix", params, weight_dimension_numbers
         )
-        return optax.partition(branches, labels), routes
+        return optax.partition(branches, lambda _: labels), routes  # a tree may be callable
 
     def init(params: PyTree) -> PyTree:
         map_leaves(_require_floating, params)
@@ -128,6 +129,7 @@ def route_to(
                 "optax_nora.summarize(params) and give weight_dimension_numbers",
                 stacklevel=2,
             )
+        warn_of_weak_rows(params, routes)
         with enclosing(routes):
             return tx.init(params)
 

@@ -203,3 +203,39 @@ def test_gradients_of_another_structure_are_refused(tx, message):
     params = {"k": KERNEL, "bias": BIAS}
     with pytest.raises(ValueError, match=message):
         tx.update({"k": KERNEL}, optax_nora.nora(0.02).init(params), params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Net:
+    """A module that can be called, as of Equinox; a tree of specs in it is no function."""
+
+    kernel: Any
+    bias: Any
+
+    def __call__(self, x):
+        return x @ self.kernel + self.bias
+
+
+def test_a_module_that_can_be_called():
+    params = Net(KERNEL, BIAS)
+    specs, decays = Net(MuonDimensionNumbers(0, 1), None), Net(True, False)
+    tx = optax_nora.nora(
+        0.02, weight_decay=0.1, weight_decay_mask=decays, weight_dimension_numbers=specs
+    )
+    state = tx.init(params)
+    updates, _ = tx.update(params, state, params)
+    stepped, _ = tx.step(params, state, params)
+    chex.assert_trees_all_close(stepped, optax.apply_updates(params, updates), rtol=1e-6)
+    by_hand = optax_nora.nora(0.02, weight_decay=0.1, weight_decay_mask=vars(decays))
+    flat, _ = by_hand.update(vars(params), by_hand.init(vars(params)), vars(params))
+    chex.assert_trees_all_equal(vars(updates), flat)
+
+
+def test_init_warns_of_rows_that_turning_does_not_lengthen():
+    params = {"up": {"kernel": KERNEL}, "policy": {"kernel": 0.01 * HEAD}}
+    with pytest.warns(UserWarning, match="policy/kernel has rows far shorter than those of"):
+        optax_nora.nora(0.02).init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(optax_nora.nora(0.02).init, params)  # a trace has no values
