@@ -1,7 +1,7 @@
 """A whole model: a rule for its matrices, AdamW for the rest."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class StepTransformation(optax.GradientTransformationExtraArgs):
         order in which they are returned, both are changed in place. ``grad_scale`` multiplies all
         gradients on their way in: clipping by the global norm then costs no pass over memory.
         """
-        return self.update.step  # pyright: ignore[reportFunctionMemberAccess]
+        return self.update.step  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def in_float32(
@@ -62,7 +62,7 @@ def in_float32(
     def update(
         updates: PyTree,
         state: PyTree,
-        params: PyTree,
+        params: PyTree = None,
         *,
         grad_scale: Any = None,
         write_weights: bool = False,
@@ -110,7 +110,10 @@ def route_to(
         weight_decay=weight_decay,
         mask=weight_decay_mask,
     )
-    branches = {"matrix": matrix, "adamw": in_float32(adamw, wide_state=True)}
+    branches: dict[Hashable, optax.GradientTransformation] = {
+        "matrix": matrix,
+        "adamw": in_float32(adamw, wide_state=True),
+    }
 
     def routed(params: PyTree) -> tuple[optax.GradientTransformationExtraArgs, Routes]:
         """The partition and the rows by path: once an update, the routing is asked."""

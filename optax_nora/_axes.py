@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 Array = jax.Array
 
@@ -57,7 +58,7 @@ def _size(shape: tuple[int, ...], axes: tuple[int, ...], mesh_axes: tuple[str, .
     return math.prod(shape[a] for a in axes) * math.prod(jax.lax.axis_size(m) for m in mesh_axes)
 
 
-def mesh_axes(spec: Sequence[Any], axes: tuple[int, ...]) -> tuple[str, ...]:
+def mesh_axes(spec: Sequence[Any] | PartitionSpec, axes: tuple[int, ...]) -> tuple[str, ...]:
     """The mesh axes by which a PartitionSpec splits these axes of an array."""
     named = [spec[axis] for axis in axes if axis < len(spec) and spec[axis] is not None]
     return tuple(n for entry in named for n in (entry if isinstance(entry, tuple) else (entry,)))

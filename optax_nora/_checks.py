@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 PyTree = Any
 
@@ -31,7 +31,7 @@ def check_range(
     if isinstance(value, str) or np.shape(value) != () or not _is_real(value):
         hint = "; a schedule works for learning rates, beta, momentum and weight_decay alone"
         raise TypeError(f"{name}={value!r} is not {kinds}{hint if callable(value) else ''}")
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     if not low <= value <= high or math.isinf(value) or (below and value == high):
         end = ")" if below or high == math.inf else "]"

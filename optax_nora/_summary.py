@@ -61,7 +61,7 @@ def summarize(
       nora: 1 leaf, 64 parameters (80.0 %); adamw: 1 leaf, 16 parameters (20.0 %)
     """
     check_row_scale(row_scale, base_fan_in)
-    if blocks := block_rows is not None:
+    if block_rows is not None:
         check_block_rows(block_rows)
     remarks = []
     try:
@@ -76,16 +76,16 @@ def summarize(
         leaf, rows = one.leaf, one.rows
         where = (path, str(leaf.shape), str(leaf.dtype), _goes_to(one))
         if rows is None or where[-1] == "adamw":
-            return (*where, *[""] * (5 if blocks else 4), _note(one))
+            return (*where, *[""] * (4 if block_rows is None else 5), _note(one))
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
         fans = (rows.fan_in(leaf.shape), rows.fan_out(leaf.shape))
         scale = f"{row_scale_of(row_scale, *fans, base_fan_in):.4g}"
-        own = (_blocks(leaf, rows, block_rows),) if blocks else ()
+        own = () if block_rows is None else (_blocks(leaf, rows, block_rows),)
         return (*where, *axes, "" if where[-1] == "?" else scale, *own, _note(one))
 
     groups = kinds((one.leaf for one in routed.values()), lambda leaf: line("", routed[leaf.path]))
     head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
-    head += ("blocks", "") if blocks else ("",)
+    head += ("",) if block_rows is None else ("blocks", "")
     table = [head] + [
         line(pattern + (f" x{len(group)}" if len(group) > 1 else ""), routed[group[0].path])
         for pattern, group in groups

@@ -1,0 +1,146 @@
+"""Tables and pictures of docs/blocks.md, of its results: `python -m docs.figures.blocks --draw`."""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from docs.figures.comparison import DOCS
+from examples.llama import records
+from examples.llama.plot import markdown
+
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "blocks", "font.size": 9})
+RESULTS = DOCS / "results" / "blocks"
+GRAY = "#808080"  # as far from a white page as from a dark one
+COLORS = ("#e8791c", "#4a86cf", "#5aa469", "#a05195")
+HEAD = ("optimizer", "learning rate", "held-out loss", "other rates", "ms a step", "of AdamW's")
+
+
+def load(size: str) -> list[dict]:
+    return records.read(RESULTS / f"{size}.jsonl")
+
+
+def name(row: dict) -> str:
+    run = row["run"]
+    if run["optimizer"] != "nora":
+        return {"adamw": "AdamW", "muon": "Muon"}[run["optimizer"]]
+    if run["block_rows"] == 1:
+        return "Nora, one row"
+    rows = "all" if run["block_rows"] >= run["model.width"] else run["block_rows"]
+    return f"blocks of {rows}" + (", projected, no decay" if run["project"] else "")
+
+
+def milliseconds(row: dict) -> float:
+    return 1e3 * row["seconds"] / row["run"]["steps"]
+
+
+def best(rows: list[dict], label: str) -> list[dict]:
+    """The runs at the rate whose mean loss over seeds is lowest."""
+    own = [row for row in rows if name(row) == label]
+    rates = {row["run"]["learning_rate"] for row in own}
+    groups = [[r for r in own if r["run"]["learning_rate"] == rate] for rate in rates]
+    return min(groups, key=lambda group: statistics.mean(r["held_out_loss"] for r in group))
+
+
+def table(size: str) -> list[tuple[str, ...]]:
+    rows = load(size)
+    labels = list(dict.fromkeys(map(name, rows)))
+    base = next((milliseconds(row) for row in rows if name(row) == "AdamW"), None)
+    lines = []
+    for label in labels:
+        runs = best(rows, label)
+        rate = runs[0]["run"]["learning_rate"]
+        others = sorted(
+            (row["run"]["learning_rate"], row["held_out_loss"])
+            for row in rows
+            if name(row) == label and row["run"]["learning_rate"] != rate
+        )
+        took = min(map(milliseconds, runs))
+        lines.append(
+            (
+                label,
+                f"{rate:g}",
+                ", ".join(f"{row['held_out_loss']:.4f}" for row in runs),
+                ", ".join(f"{r:g}: {loss:.4f}" for r, loss in others) or "none",
+                f"{took:.1f}",
+                f"{took / base:.2f}" if base else "AdamW not run",
+            )
+        )
+    return sorted(lines, key=lambda line: float(line[2].split(",")[0]), reverse=True)
+
+
+def draw_idea(path: Path) -> None:
+    """What is orthonormal together: a row, blocks of rows, the matrix."""
+    figure = Figure(figsize=(7, 2.3), layout="constrained")
+    for axes, (title, block) in zip(
+        figure.subplots(1, 3),
+        (("Nora: each row", 1), ("blocks of 4 rows", 4), ("Muon: all rows", 12)),
+        strict=True,
+    ):
+        for row in range(12):
+            color = COLORS[row // block % len(COLORS)]
+            for column in range(16):
+                axes.add_patch(Rectangle((column, 11 - row), 0.9, 0.9, color=color, lw=0))
+        for start in range(0, 12, block):
+            axes.add_patch(
+                Rectangle((-0.3, 12 - start - block - 0.1), 16.6, block, fill=False, ec=GRAY, lw=1)
+            )
+        axes.set(xlim=(-0.6, 16.6), ylim=(-0.4, 12.4), aspect="equal")
+        axes.set_title(title, color=GRAY)
+        axes.axis("off")
+    figure.savefig(path, metadata={"Date": None}, transparent=True)
+
+
+def draw_curve(path: Path) -> None:
+    """The loss against rows in a block, and against the time of a training step."""
+    rows = load("60m")
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    against_rows, against_time = figure.subplots(1, 2, sharey=True)
+    width = rows[0]["run"]["model.width"]
+    points = {}
+    for label in dict.fromkeys(map(name, rows)):
+        runs = best(rows, label)
+        points[label] = (
+            min(runs[0]["run"]["block_rows"], width),
+            statistics.mean(row["held_out_loss"] for row in runs),
+            min(map(milliseconds, runs)),
+        )
+    base = points["AdamW"][2]
+    curve = sorted(
+        v for k, v in points.items() if k.startswith(("blocks", "Nora")) and "," not in k
+    )
+    curve = [points["Nora, one row"], *curve]
+    against_rows.plot(*np.array(curve)[:, :2].T, "o-", color=COLORS[1])
+    for label, color in (("AdamW", COLORS[0]), ("Muon", COLORS[2])):
+        against_rows.axhline(points[label][1], color=color, lw=1)
+        against_rows.annotate(label, (1.1, points[label][1] + 0.003), color=color)
+    against_rows.set_xscale("log", base=2)
+    against_rows.set(xlabel="rows in a block", ylabel="held-out loss, nats a token")
+    for label, (_, loss, took) in points.items():
+        if "projected" not in label:
+            against_time.plot(took / base, loss, "o", color=COLORS[1])
+            against_time.annotate(
+                label, (took / base, loss), (4, 4), textcoords="offset points", color=GRAY
+            )
+    against_time.set(xlabel="time of a training step, AdamW's = 1", xlim=(0.95, 2.0))
+    for axes in (against_rows, against_time):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None}, transparent=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw the pictures too")
+    if parser.parse_args().draw:
+        draw_idea(RESULTS / "idea.svg")
+        draw_curve(RESULTS / "curve.svg")
+    for size in ("60m", "350m"):
+        print(f"{size}\n", *markdown(HEAD, table(size)), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
