@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from examples.llama import cli, sharding, train
+from examples.llama import sharding, train
+from examples.llama.terminal import run_main
 
 TINY = "--model.vocab-size 304 --model.context 8 --model.width 16 --model.layers 2 --model.heads 2"
 TINY += " --model.mlp-width 16 --mesh.data 1 --steps 2 --batch 2 --warmup 1"
@@ -20,7 +21,7 @@ def command(corpus, tmp_path, monkeypatch, capsys):
     def run(flags: str) -> str:
         given = f"{TINY} --out {tmp_path} --data.path {corpus.folder} {flags}".split()
         monkeypatch.setattr(sys, "argv", ["train", *given])
-        cli.run_main(train.main)
+        run_main(train.main)
         return capsys.readouterr().out
 
     return run

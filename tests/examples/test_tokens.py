@@ -5,7 +5,7 @@ import pytest
 
 from examples.llama import tokens
 from examples.llama.config import UserError
-from examples.llama.data import open_corpus
+from examples.llama.corpus import open_corpus
 
 
 @pytest.fixture
