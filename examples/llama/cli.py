@@ -65,8 +65,9 @@ def read(kind: type[Options], arguments: list[str], command: str, **more: Any) -
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        words = re.sub(r"[│╭╮╰╯─]+", " ", said.getvalue().partition("For full helptext")[0])
-        raise UserError(f"{' '.join(words.split())}; see {command} --help") from None
+        _, *lines = said.getvalue().partition("For full helptext")[0].splitlines()  # a box
+        words = re.sub(r"[│╰─|+]|-{3,}", " ", " ".join(lines)).split()
+        raise UserError(f"{' '.join(words)}; see {command} --help") from None
     check.ranges(options)
     return options
 

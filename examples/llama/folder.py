@@ -28,6 +28,11 @@ def _lock(folder: Path) -> IO | None:
     return None
 
 
+def _check_new(folder: Path, resume: bool) -> None:
+    if not resume and {path.name for path in folder.iterdir()} - {LOCK}:
+        raise UserError(f"{folder} already holds a run: choose another --name, or --resume")
+
+
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """The folder of a run is this process's alone; a new one that stays without settings goes.
@@ -42,12 +47,12 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
     if resume and not (folder / "config.json").exists():
         raise UserError(f"{folder} holds no run to resume")
     folder.mkdir(parents=True, exist_ok=True)
+    _check_new(folder, resume)  # before anything is written to it
     held = _lock(folder)
     if held is None:
         raise UserError(f"{folder} is in use by a run that goes on: choose another --name")
     with held:
-        if not resume and {path.name for path in folder.iterdir()} - {LOCK}:
-            raise UserError(f"{folder} already holds a run: choose another --name, or --resume")
+        _check_new(folder, resume)
         try:
             yield
         finally:

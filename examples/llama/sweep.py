@@ -195,8 +195,9 @@ def main(arguments: list[str]) -> None:
     options = cli.read(SweepConfig, own, "llama.sweep")
     results = [result for path in options.best for result in records.read(path)]
     grids = [read_grid(path, every, results) for path in options.grid]
+    configs = [config for grid in grids for config in part_of(grid, options.part)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
+    sweep(configs, options.out)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,9 @@ def results_of(
     own, every = cli.split(arguments)
     args = cli.read(kind, own, f"width.{command}", description=doc)
     if not args.draw:
+        configs = part_of(grid(args, every), args.part)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        run(part_of(grid(args, every), args.part), args.out)
+        run(configs, args.out)
     results = records.read(args.out)  # in no order: processes share the file
     return args, sorted(results, key=lambda result: ROW_SCALES.index(result["run"]["row_scale"]))
 
