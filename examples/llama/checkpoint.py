@@ -1,6 +1,7 @@
 """Checkpoints: parameters, optimizer state, place in the data, and the settings of the run."""
 
 import logging
+import math
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ class Checkpoints:
         folder: where they are.
         keep: how many.
         identity: of the run; a checkpoint of another one is not resumed from.
+        timeout: seconds in which other processes must have written their part too.
     """
 
-    def __init__(self, folder: Path, keep: int, identity: dict):
+    def __init__(self, folder: Path, keep: int, identity: dict, timeout: float = 60):
         self.folder, self.identity, self.failed = folder, identity, False
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax meets, we say
         for path in folder.glob("[0-9]*"):
             with suppress(OSError):
                 path.rmdir()  # what is empty is no checkpoint
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, async_options=ocp.AsyncOptions(timeout_secs=math.ceil(timeout))
+        )
         with self._writing():
             self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -98,14 +102,16 @@ class Checkpoints:
         try:
             yield
             self.manager.check_for_errors()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             self.failed = True
+            while isinstance(error.__context__, Exception):
+                error = error.__context__  # what began it
             raise UserError(
                 f"a checkpoint cannot be written to {self.folder}: {line(error)}; {self._last()}"
             ) from None
 
     def _last(self) -> str:
-        steps = self.steps()
+        steps = self.steps() if hasattr(self, "manager") else []
         return f"the last good one is step {steps[-1]}" if steps else "there is none before it"
 
     def steps(self) -> list[int]:

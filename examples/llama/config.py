@@ -95,7 +95,7 @@ class HostsConfig:
     index: int | None = None
     """Number of this process, from 0."""
     timeout: float = 60.0
-    """Seconds to wait for the other processes at the start."""
+    """Seconds to wait for the other processes, at the start and to write a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,8 @@ def run(trainer: Trainer, folder: Path, identity: dict, stopped: Callable[[int],
     """Trains, and draws and writes what came of it."""
     config = trainer.config
     entropy = unigram_entropy(trainer.corpus.shards("held_out"))
-    with Checkpoints(folder / "checkpoints", config.keep, identity) as checkpoints:
+    kept = config.keep, identity, config.hosts.timeout
+    with Checkpoints(folder / "checkpoints", *kept) as checkpoints:
         begin(trainer, checkpoints, folder)
         with Report(folder, config, trainer.step) as report, signals() as signalled:
             if trainer.step == 0:
