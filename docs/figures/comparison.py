@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import tyro
 from matplotlib.figure import Figure
 
 from examples.llama.plot import best_runs, draw_sweep, markdown, mean_loss, read_results, table
@@ -193,9 +194,14 @@ def draw_long(out: Path) -> None:
     figure.savefig(out)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draws the pictures anew, and prints the tables."""
     rates = [row for row in named_rows(ROWS[:2]) if usual_decay(row)]
     draw_sweep(rates, RESULTS / "rates.svg")
     draw_long(RESULTS / "long.svg")
     for lines in tables().values():
         print("\n".join(lines), end="\n\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -13,6 +13,7 @@ from typing import IO, Any
 from examples.llama.config import UserError
 
 LOCK = ".lock"
+BEGUN = {LOCK, "tokenizer.json", "config.json.partial"}  # what a run has before its settings
 
 
 def _lock(folder: Path) -> IO | None:
@@ -29,7 +30,7 @@ def _lock(folder: Path) -> IO | None:
 
 
 def _check_new(folder: Path, resume: bool) -> None:
-    if not resume and {path.name for path in folder.iterdir()} - {LOCK}:
+    if not resume and {path.name for path in folder.iterdir()} - BEGUN:
         raise UserError(f"{folder} already holds a run: choose another --name, or --resume")
 
 

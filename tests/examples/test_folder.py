@@ -52,6 +52,8 @@ def test_a_folder_in_use_is_refused_until_its_process_dies(tmp_path, killed_with
     with pytest.raises(UserError, match="is in use by a run that goes on"):
         folder.claimed(tmp_path / "run", resume=False).__enter__()
     kill()  # before it wrote its settings: the folder can be taken
+    (tmp_path / "run" / "tokenizer.json").touch()
+    (tmp_path / "run" / "config.json.partial").touch()
     with folder.claimed(tmp_path / "run", resume=False):
         folder.write_json(tmp_path / "run" / "config.json", {})
     with pytest.raises(UserError, match="already holds a run"):

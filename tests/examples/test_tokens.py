@@ -62,7 +62,7 @@ def test_a_tokenizer_with_gaps_has_the_words_up_to_its_last(corpus, tmp_path):
 
 
 def test_text_without_targets_is_refused_before_training(corpus):
-    shards = [[{**shard, "documents": shard["tokens"]} for shard in corpus.splits["held_out"]]]
-    empty = Corpus(corpus.folder, corpus.manifest | {"held_out": shards[0]})
+    shards = [shard | {"documents": shard["tokens"]} for shard in corpus.splits["held_out"]]
+    empty = Corpus(corpus.folder, corpus.manifest | {"held_out": shards})
     with pytest.raises(UserError, match="all documents of its held-out text are empty"):
         sequences(empty, "held_out", 16, "concat")
