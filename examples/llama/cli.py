@@ -1,29 +1,32 @@
 """The command line and the file of a run: how they are read, checked, written and compared."""
 
+import contextlib
 import dataclasses
-import importlib.util
+import io
 import itertools
 import json
-import sys
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import tyro
 import yaml
 
+from examples.llama import check
 from examples.llama.config import PRESETS, Config, UserError
+from examples.llama.terminal import line
 
-MODEL_SIZES = ("vocab_size", "context", "layers", "width", "heads", "key_heads", "mlp_width")
-RUN_SIZES = ("steps", "batch", "loss_chunk", "log_every", "eval_every", "save_every", "keep")
+Options = TypeVar("Options")
+
 # What two runs that are the same may differ in: where they run and how fast, what they print. Their
 # text is the same if its checksum is, wherever it lies.
 FREE = {"preset", "config", "name", "out", "resume", "micro_batch", "remat", "loss_chunk", "fused"}
 FREE |= {"log_every", "eval_every", "geometry_every", "save_every", "keep", "tensorboard", "prompt"}
 FREE |= {f"data.{name}" for name in ("path", "cache", "tokenizer", "text_field", "held_out")}
 FREE |= {f"mesh.{name}" for name in ("data", "fsdp", "tensor")}
-FREE |= {f"hosts.{name}" for name in ("coordinator", "count", "index")}
+FREE |= {f"hosts.{name}" for name in ("coordinator", "count", "index", "timeout")}
 
 
 def parse(arguments: list[str]) -> Config:
@@ -33,15 +36,40 @@ def parse(arguments: list[str]) -> Config:
     """
     file, name = _value(arguments, "--config"), _value(arguments, "--name")
     if file is None and name and "--resume" in arguments:
+        check.name(name)
         file = Path(_value(arguments, "--out") or Config.out) / name / "config.json"
     if file is not None:
         arguments = [*_from_file(Path(file)), *arguments]
     preset = _value(arguments, "--preset") or "tiny"
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
-    config = tyro.cli(Config, args=arguments, default=PRESETS[preset])
-    check(config)
+    config = read(Config, arguments, "llama.train", default=PRESETS[preset])
+    check.settings(config)
     return config
+
+
+def read(kind: type[Options], arguments: list[str], command: str, **more: Any) -> Options:
+    """The arguments of a command as a dataclass, its numbers within their ranges.
+
+    Args:
+        kind: the dataclass.
+        arguments: what follows the command.
+        command: its name in `python -m examples.NAME`.
+        **more: as for `tyro.cli`.
+    """
+    command = f"python -m examples.{command}"
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.cli(kind, args=arguments, prog=command, **more)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        _, *lines = said.getvalue().partition("For full helptext")[0].splitlines()  # a box
+        words = re.sub(r"[│╰─|+]|-{3,}", " ", " ".join(lines)).split()
+        raise UserError(f"{' '.join(words)}; see {command} --help") from None
+    check.ranges(options)
+    return options
 
 
 def _value(arguments: list[str], flag: str) -> str | None:
@@ -56,7 +84,7 @@ def _from_file(path: Path) -> Iterator[str]:
     try:
         values = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"config {path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"config {path} cannot be read: {line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} is not a table of fields")
     return flags({k: v for k, v in values.items() if k not in ("config", "resume")})
@@ -76,7 +104,7 @@ def flags(values: dict) -> Iterator[str]:
         if isinstance(value, bool):
             yield f"{prefix}{'' if value else 'no-'}{own}"
         else:
-            yield from (prefix + own, str(value))
+            yield f"{prefix}{own}={value}"  # joined: a value may look like a flag
 
 
 def flatten(values: dict, group: str = "") -> Iterator[tuple[str, Any]]:
@@ -86,37 +114,6 @@ def flatten(values: dict, group: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{group}{name}.")
         else:
             yield f"{group}{name}", value
-
-
-def check(config: Config) -> None:
-    """Raises UserError for numbers that make no sense, whatever the machine."""
-    model = config.model
-    positive = {f"model.{name}": getattr(model, name) for name in MODEL_SIZES}
-    positive |= {name: getattr(config, name) for name in RUN_SIZES}
-    if config.micro_batch is not None:
-        positive["micro_batch"] = config.micro_batch
-    for name, value in positive.items():
-        if value < 1:
-            raise UserError(f"{name} is {value}: it must be positive")
-    if config.tensorboard and not importlib.util.find_spec("tensorboardX"):
-        mend = "pip install -e '.[examples,tensorboard]'"
-        raise UserError(f"--tensorboard needs the package tensorboardX: {mend}")
-    if not 0 < config.data.held_out < 1:
-        raise UserError(f"data.held_out is {config.data.held_out}: it must be between 0 and 1")
-    if model.width % model.heads or model.head_dim % 2:
-        size = f"model.width {model.width} over model.heads {model.heads}"
-        raise UserError(f"{size}: the size of a head must be a whole, even number")
-    if model.heads % model.key_heads:
-        raise UserError(f"model.kv_heads {model.kv_heads} does not divide heads {model.heads}")
-
-
-def start_hosts(config: Config) -> None:
-    """Meets the other processes, where there are any; jax must not have been used before."""
-    hosts = config.hosts
-    if hosts.coordinator == "auto":
-        jax.distributed.initialize()
-    elif hosts.coordinator:
-        jax.distributed.initialize(hosts.coordinator, hosts.count, hosts.index)
 
 
 def resolve(config: Config) -> Config:
@@ -132,15 +129,15 @@ def to_dict(config: Config) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def identity(config: Config, text: str) -> dict:
-    """The fields that make a run the one it is, by dotted names, and the checksum of its text."""
+def shared(config: Config) -> dict:
+    """The settings that all processes of a run have, and that its config.json holds."""
+    return {name: value for name, value in to_dict(config).items() if name != "hosts"}
+
+
+def identity(config: Config, text: str | None = None) -> dict:
+    """The fields that make a run the one it is, by dotted names, and the checksum of its text.
+
+    Without a text it is that of a run with any text.
+    """
     fields = {name: value for name, value in flatten(to_dict(config)) if name not in FREE}
-    return fields | {"text": text}
-
-
-def run_main(main: Callable[[list[str]], None]) -> None:
-    """Runs a command: what the user can mend is one line on stderr, and exit status 1."""
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    return fields if text is None else fields | {"text": text}

@@ -94,6 +94,8 @@ class HostsConfig:
     """Number of processes, where jax does not find it."""
     index: int | None = None
     """Number of this process, from 0."""
+    timeout: float = 60.0
+    """Seconds to wait for the other processes, at the start and to write a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Token shards on disk, and the batches made of them.
+"""Sequences of tokens, and the batches made of them.
 
 A sequence has context + 1 tokens: inputs are all but the last, targets all but the first. Every
 document ends with the token `end`, and sequences are padded with it. One rule then says what is
@@ -6,92 +6,16 @@ learned: a target counts unless its input is `end`, so no loss is taken across d
 padding.
 """
 
-import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
-from tokenizers import Tokenizer
 
 from examples.llama.config import UserError
-
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A folder made by prepare.py, checked."""
-
-    folder: Path
-    manifest: dict
-
-    @property
-    def end(self) -> int:
-        return self.manifest["end"]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.manifest["vocab_size"]
-
-    @property
-    def splits(self) -> dict[str, list[dict]]:
-        """Files, counts and checksums of the training and the held-out text."""
-        return {name: self.manifest[name] for name in ("train", "held_out")}
-
-    @property
-    def identity(self) -> str:
-        """A checksum of all of it."""
-        parts = json.dumps([self.splits, self.manifest["tokenizer"]])
-        return hashlib.sha256(parts.encode()).hexdigest()[:16]
-
-    def describe(self) -> Iterator[str]:
-        """A line on each split."""
-        for split, shards in self.splits.items():
-            totals = {k: sum(s[k] for s in shards) for k in ("bytes", "documents", "tokens")}
-            counts = ", ".join(f"{total:,} {name}" for name, total in totals.items())
-            yield f"{split.replace('_', '-')} text: {counts}"
-
-    def shards(self, split: str) -> list[np.ndarray]:
-        """The tokens of a split, mapped from disk."""
-        names = [shard["file"] for shard in self.splits[split]]
-        # Plain views: slicing a np.memmap makes another np.memmap, which takes longer than reading.
-        return [np.load(self.folder / name, mmap_mode="r").view(np.ndarray) for name in names]
-
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def open_corpus(folder: Path) -> Corpus:
-    """Reads a prepared folder; refuses a partial, a mismatched or a corrupted one."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} has no {MANIFEST}: prepare.py did not finish; run it again"
-        ) from None
-    except json.JSONDecodeError:
-        raise UserError(f"{folder / MANIFEST} is not JSON: run prepare.py again") from None
-    parts = [*manifest["train"], *manifest["held_out"], manifest["tokenizer"]]
-    for part in parts:
-        path = folder / part["file"]
-        if not path.exists():
-            raise UserError(f"{path} is missing: run prepare.py again")
-        if checksum(path) != part["sha256"]:
-            raise UserError(
-                f"{path} is not the file of its manifest (sha256): run prepare.py again"
-            )
-    return Corpus(folder, manifest)
+from examples.llama.corpus import Corpus
 
 
 class Contexts:
@@ -142,14 +66,15 @@ def _sequence(
 
 
 def sequences(corpus: Corpus, split: str, context: int, packing: str) -> Contexts | Documents:
-    shards = corpus.shards(split)
+    shards, side = corpus.shards(split), split.replace("_", "-")
     tokens = sum(len(shard) for shard in shards)
     if tokens <= context:
-        side = split.replace("_", "-")
         raise UserError(
             f"{corpus.manifest['source']} is too short: {tokens} tokens of {side} text are less "
             f"than one context of {context}"
         )
+    if tokens == sum(shard["documents"] for shard in corpus.splits[split]):
+        raise UserError(f"{corpus.manifest['source']}: all documents of its {side} text are empty")
     return {"concat": Contexts, "pad": Documents}[packing](shards, context, corpus.end)
 
 
@@ -169,7 +94,8 @@ def train_batches(
     """
     process, processes = shard
     # Indices, not sequences, go through grain: its bookkeeping of an element takes longer than one.
-    indices = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
+    epochs = 2**62 // len(source)  # all there are: grain cannot count batches of 1 without end
+    indices = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat(epochs)
     dataset = indices[process::processes].batch(
         batch // processes, batch_fn=lambda picked: np.stack([source[i] for i in picked])
     )

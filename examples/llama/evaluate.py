@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from examples.llama.config import UserError
 from examples.llama.data import Contexts, Documents, eval_batches
 from examples.llama.sharding import put_batch
 
@@ -19,7 +20,10 @@ class HeldOut(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        try:
+            return math.exp(self.loss)
+        except OverflowError:  # of a loss above 709
+            return math.inf
 
 
 def evaluate(
@@ -38,6 +42,8 @@ def evaluate(
     """
     sums = [step(params, put_batch(x, mesh)) for x in eval_batches(source, batch, limit, shard)]
     loss, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
+    if not tokens:
+        raise UserError("the held-out text that is evaluated has no targets: all of it is empty")
     return HeldOut(float(loss / tokens), int(tokens))
 
 

@@ -1,4 +1,4 @@
-"""Pictures: `python -m examples.llama.plot runs/A runs/B`, or `--sweep results.jsonl`."""
+"""Pictures: `python -m examples.llama.plot --runs runs/A runs/B`, or `--sweep results.jsonl`."""
 
 import math
 import statistics
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.llama import cli, records
 from examples.llama.config import UserError
+from examples.llama.report import METRICS
+from examples.llama.terminal import run_main
 
 matplotlib.use("agg")
 RATES = ("learning_rate", "adam_learning_rate")
@@ -25,30 +26,44 @@ def series(metrics: list[dict], x: str, y: str) -> tuple[list[float], list[float
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def read_metrics(run: Path) -> list[dict]:
+    """The lines of a run that has measured something."""
+    metrics = records.read(run / METRICS)
+    if not any("loss" in line or "held_out_loss" in line for line in metrics):
+        raise UserError(f"{run / METRICS} holds no loss: there is nothing to draw")
+    return metrics
+
+
+def plain(text: str) -> str:
+    """For matplotlib, to which $ would begin mathematics."""
+    return text.replace("$", r"\$")
+
+
 def draw_run(run: Path, out: Path) -> None:
     """Training and held-out loss of one run against steps, with the unigram entropy."""
-    metrics = records.read(run / "metrics.jsonl")
+    metrics = read_metrics(run)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*series(metrics, "step", "loss"), color="tab:blue", alpha=0.4, label="training")
     axes.plot(*series(metrics, "step", "held_out_loss"), "o-", color="tab:blue", label="held out")
     for entropy in (line["unigram_entropy"] for line in metrics if "unigram_entropy" in line):
         axes.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=run.name)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=plain(run.name))
     axes.legend()
     figure.savefig(out, dpi=120)
 
 
 def draw_runs(runs: list[Path], out: Path) -> None:
     """Losses against steps, tokens and seconds, and row norms, of several runs together."""
+    curves = {plain(run.name): read_metrics(run) for run in runs}
+    out.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(14, 8), layout="constrained")
     panels = figure.subplots(2, 2).flat
-    for run in runs:
-        metrics = records.read(run / "metrics.jsonl")
+    for label, metrics in curves.items():
         for axes, x in zip(panels[:3], AGAINST, strict=True):
-            (line,) = axes.plot(*series(metrics, x, "held_out_loss"), "o-", ms=3, label=run.name)
+            (line,) = axes.plot(*series(metrics, x, "held_out_loss"), "o-", ms=3, label=label)
             axes.plot(*series(metrics, x, "loss"), color=line.get_color(), alpha=0.25)
-        _draw_norms(panels[3], metrics, run.name)
+        _draw_norms(panels[3], metrics, label)
     for axes, label in zip(panels[:3], AGAINST.values(), strict=True):
         axes.set(xlabel=label, ylabel="loss (nats a token)")
         axes.legend(title="held out; pale: training")
@@ -163,7 +178,7 @@ def markdown(head: Sequence[str], body: Iterable[Iterable[str]]) -> list[str]:
 class PlotConfig:
     """Draw runs together."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    runs: tuple[Path, ...] = ()
     """Folders of the runs."""
     sweep: tuple[Path, ...] = ()
     """Results of sweep.py, drawn in place of runs; their table is printed."""
@@ -172,20 +187,23 @@ class PlotConfig:
 
 
 def main(arguments: list[str]) -> None:
-    options = tyro.cli(PlotConfig, args=arguments)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options = cli.read(PlotConfig, arguments, "llama.plot")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if options.out.suffix[1:] not in kinds:
+        raise UserError(f"out is {options.out}: it must end in one of .{', .'.join(sorted(kinds))}")
     if options.sweep:
         results = read_results(options.sweep)
         if not results:
             raise UserError(f"no results in {', '.join(map(str, options.sweep))}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         draw_sweep(results, options.out)
         print("\n".join(table(results)))
     elif options.runs:
         draw_runs(list(options.runs), options.out)
     else:
-        raise UserError("nothing to draw: give folders of runs, or --sweep")
+        raise UserError("nothing to draw: give --runs or --sweep")
     print(f"written: {options.out}")
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

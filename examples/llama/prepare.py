@@ -6,8 +6,6 @@ checksums. It appears under its name only when it is whole.
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,22 +13,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tyro
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from examples.llama import cli
+from examples.llama import check, cli
 from examples.llama.config import DataConfig, UserError
-from examples.llama.data import MANIFEST, Corpus, checksum, open_corpus
+from examples.llama.corpus import MANIFEST, Corpus, checksum, is_prepared, open_corpus, seal
+from examples.llama.folder import whole
 from examples.llama.sources import fingerprint, read_documents
+from examples.llama.terminal import counter, run_main, say
+from examples.llama.tokenizer import END, end_of, open_tokenizer, train_tokenizer, words_of
 
-END = "<|endoftext|>"
 SHARD = 1 << 26  # tokens
 
 
 def prepare(config: DataConfig, vocab_size: int) -> Corpus:
     """The prepared corpus of `config`: opened where it is there, made where it is not."""
     path = config.path
-    if path is not None and any(Path(path).glob("*.npy")):
+    if path is not None and is_prepared(path):
         return open_corpus(Path(path))
     label = "python-docs" if path is None else Path(path).stem
     key = [vocab_size, config.held_out, fingerprint(path)]
@@ -47,26 +46,6 @@ def _rank(name: str) -> float:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 2**32
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"tokenizer {path} cannot be read: {error}") from None
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; its word 0 ends a document."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
     """Tokenizes the text of `config` and writes it to `folder`, whole or not at all."""
 
@@ -80,6 +59,7 @@ def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer:
         tokenizer = open_tokenizer(config.tokenizer)
     else:
+        say(f"training a tokenizer of {vocab_size:,} words")
         sample = islice((text for _, text in documents()), 200_000)
         tokenizer = train_tokenizer(sample, vocab_size)
     end = end_of(tokenizer, config.tokenizer)
@@ -96,13 +76,6 @@ def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
     write_tokens(folder, source, tokenizer, tokenized())
 
 
-def end_of(tokenizer: Tokenizer, path: Path | None) -> int:
-    """The word that ends a document."""
-    if (end := tokenizer.token_to_id(END)) is None:
-        raise UserError(f"{path} has no word {END} to end a document with")
-    return end
-
-
 class Document(NamedTuple):
     """A document as it is stored."""
 
@@ -115,14 +88,15 @@ def write_tokens(
     folder: Path, source: str, tokenizer: Tokenizer, documents: Iterable[Document]
 ) -> None:
     """Writes `documents` to `folder` with their manifest, whole or not at all."""
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
+    with whole(folder) as partial, counter("tokenizing") as progress:
         tokenizer.save(str(partial / "tokenizer.json"))
-        size = tokenizer.get_vocab_size()
+        size = words_of(tokenizer)
         writers = {name: _Writer(partial, name, size) for name in ("train", "held_out")}
+        task, text_bytes = progress.add_task("", total=None, size=""), 0
         for document in documents:
             writers[document.split].add(document.tokens, document.bytes)
+            text_bytes += document.bytes
+            progress.update(task, advance=1, size=f"{text_bytes / 1e6:,.0f} MB")
         manifest = {
             "source": source,
             "end": tokenizer.token_to_id(END),
@@ -130,11 +104,7 @@ def write_tokens(
             "tokenizer": {"file": "tokenizer.json", "sha256": checksum(partial / "tokenizer.json")},
             **{name: writer.close() for name, writer in writers.items()},
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if not folder.exists():  # another run may have been faster
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (partial / MANIFEST).write_text(json.dumps(seal(manifest), indent=1))
 
 
 class _Writer:
@@ -190,18 +160,18 @@ class PrepareConfig:
 
 
 def main(arguments: list[str]) -> None:
-    options = tyro.cli(PrepareConfig, args=arguments)
-    if options.out.exists():
-        raise UserError(f"{options.out} exists: choose another --out")
+    options = cli.read(PrepareConfig, arguments, "llama.prepare")
+    check.new("out", options.out)
     config = DataConfig(
         path=options.path,
         tokenizer=options.tokenizer,
         text_field=options.text_field,
         held_out=options.held_out,
     )
+    check.text(config, options.vocab_size)
     write_corpus(options.out, config, options.vocab_size)
     print("\n".join(open_corpus(options.out).describe()))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -8,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.llama import records
 from examples.llama.cli import flatten
 from examples.llama.config import Config, ModelConfig
 from examples.llama.evaluate import HeldOut
+from examples.llama.terminal import say, training_bar
 from optax_nora import RowGeometry
 
-console = Console(highlight=False)
-
-
-def say(text: str) -> None:
-    """Prints a line as it is, above the progress bar where there is one."""
-    console.print(text, markup=False, soft_wrap=True)
-
+METRICS = "metrics.jsonl"
 
 # bfloat16 FLOP/s of one device, dense, from the vendors' data sheets
 PEAK_FLOPS = {
@@ -84,21 +77,13 @@ class Report:
         self.tokens_a_step = config.batch * config.model.context
         peak = peak_flops()
         self.peak_speed = peak and peak / flops_a_token(config.model)
-        path = folder / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
+        path = folder / METRICS if jax.process_index() == 0 else Path(os.devnull)
         kept = _until(done, path)
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.file = path.open("a")
         on = config.tensorboard and jax.process_index() == 0
         self.board = open_board(folder / "tensorboard", done) if on else None
-        self.progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=jax.process_index() > 0,
-        )
+        self.progress = training_bar(disable=jax.process_index() > 0)
         self.task = self.progress.add_task(
             "", total=config.steps, completed=done, loss="-", speed="-"
         )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jax import Array
 from tokenizers import Tokenizer
@@ -15,8 +14,9 @@ from examples.llama import cli, sharding
 from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import MeshConfig, UserError
 from examples.llama.model import empty_cache
-from examples.llama.prepare import prepare
 from examples.llama.step import make_program
+from examples.llama.terminal import run_main
+from examples.llama.tokenizer import end_of, open_tokenizer
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -55,6 +55,18 @@ def generate(
     return tokens.T
 
 
+def encode(tokenizer: Tokenizer, prompt: str, context: int) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        UserError: there are none, or they leave no room in the context.
+    """
+    ids = tokenizer.encode(prompt).ids
+    if not 0 < len(ids) < context:
+        raise UserError(f"the prompt has {len(ids)} tokens: it needs 1 to {context - 1}")
+    return ids
+
+
 def complete(
     graph,
     params,
@@ -70,11 +82,9 @@ def complete(
     Raises:
         UserError: the prompt is empty, or leaves no room in the context.
     """
-    ids = tokenizer.encode(prompt).ids
     context = nnx.merge(graph, params).config.context
+    ids = encode(tokenizer, prompt, context)
     room = context - len(ids)
-    if not ids or room < 1:
-        raise UserError(f"the prompt has {len(ids)} tokens: it needs 1 to {context - 1}")
     batch = jnp.array([ids], jnp.int32)
     tokens = generate(graph, params, batch, min(length, room), jax.random.key(seed), temperature)
     return prompt + tokenizer.decode(tokens[0].tolist())
@@ -99,14 +109,17 @@ class SampleConfig:
 
 
 def main(arguments: list[str]) -> None:
-    options = tyro.cli(SampleConfig, args=arguments)
-    config = cli.parse(["--config", str(options.run / "config.json")])
-    corpus = prepare(config.data, config.model.vocab_size)
+    options = cli.read(SampleConfig, arguments, "llama.sample")
+    config = cli.resolve(cli.parse(["--config", str(options.run / "config.json")]))
+    tokenizer = open_tokenizer(options.run / "tokenizer.json")
+    encode(tokenizer, options.prompt, config.model.context)
+    if not (options.run / "checkpoints").is_dir():
+        raise UserError(f"{options.run} holds no checkpoint")
     mesh = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    program = make_program(config, mesh, corpus.end)
-    identity = cli.identity(config, corpus.identity)
+    program = make_program(config, mesh, end_of(tokenizer, options.run))
+    identity = cli.identity(config)
     with Checkpoints(options.run / "checkpoints", config.keep, identity) as checkpoints:
-        if not checkpoints.any():
+        if not checkpoints.steps():
             raise UserError(f"{options.run} holds no checkpoint")
         state, _ = checkpoints.restore(program.state)
     for i in range(options.count):
@@ -114,7 +127,7 @@ def main(arguments: list[str]) -> None:
             complete(
                 program.graph,
                 state.params,
-                corpus.tokenizer(),
+                tokenizer,
                 options.prompt,
                 length=options.length,
                 seed=options.seed + i,
@@ -124,4 +137,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import jax
 
-from examples.llama import cli
+from examples.llama import check, cli
 from examples.llama.prepare import prepare
 from examples.llama.report import flops_a_token, peak_flops
-from examples.llama.train import Trainer
+from examples.llama.terminal import run_main
+from examples.llama.trainer import Trainer
 
 STEPS, REPEATS = 10, 5
 
@@ -63,9 +64,10 @@ def measure(trainer: Trainer) -> dict:
 
 def main(arguments: list[str]) -> None:
     config = cli.resolve(cli.parse(arguments))
+    check.run(config)
     corpus = prepare(config.data, config.model.vocab_size)
     print(json.dumps({"flags": " ".join(arguments)} | measure(Trainer(config, corpus))))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

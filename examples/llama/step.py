@@ -62,6 +62,24 @@ def accumulation(config: Config, mesh: Mesh) -> int:
     return local // micro
 
 
+def make_model(config: Config, key: Array, activations: NamedSharding | None = None) -> Llama:
+    return Llama(
+        config.model,
+        key,
+        dtype=jnp.float32 if config.precision == "float32" else jnp.bfloat16,
+        scan_layers=config.scan_layers,
+        remat=config.remat,
+        activations=activations,
+    )
+
+
+def check_fit(config: Config, mesh: Mesh) -> None:
+    """Raises UserError where the mesh does not divide the batch or a parameter."""
+    accumulation(config, mesh)
+    model = nnx.eval_shape(lambda: make_model(config, jax.random.key(0)))
+    sharding.param_shardings(nnx.to_pure_dict(nnx.state(model, nnx.Param)), mesh)
+
+
 OptimizerFactory = Callable[[Rates], optax.GradientTransformation]
 
 
@@ -83,18 +101,8 @@ def make_program(
     batch_spec = NamedSharding(mesh, sharding.BATCH)
     everywhere = NamedSharding(mesh, P())
 
-    def make_model(key: Array) -> Llama:
-        return Llama(
-            config.model,
-            key,
-            dtype=jnp.float32 if config.precision == "float32" else jnp.bfloat16,
-            scan_layers=config.scan_layers,
-            remat=config.remat,
-            activations=batch_spec,
-        )
-
     def init(key: Array) -> State:
-        params = nnx.to_pure_dict(nnx.state(make_model(key), nnx.Param))
+        params = nnx.to_pure_dict(nnx.state(make_model(config, key), nnx.Param))
         if config.precision.startswith("bfloat16"):
             params = optax.tree.cast(params, jnp.bfloat16)
         opt_state = make(peak_rates(config)).init(params)
@@ -112,7 +120,7 @@ def make_program(
 
     def mean_loss(params, tokens: Array):
         """The mean over the targets that count, and its gradient."""
-        scale = 1 / jnp.sum(data.weights(tokens, end))
+        scale = 1 / jnp.maximum(1, jnp.sum(data.weights(tokens, end)))  # of a batch of ends alone
         if micro_batches == 1:
             return jax.value_and_grad(loss)(params, tokens, scale)
 
@@ -176,7 +184,7 @@ def make_program(
         return loss(params, tokens, 1.0), jnp.sum(data.weights(tokens, end))
 
     shapes = jax.eval_shape(init, jax.random.key(0))
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make_model(jax.random.key(0))))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make_model(config, jax.random.key(0), batch_spec)))
     params = sharding.param_shardings(shapes.params, mesh)
     opt_state = sharding.like_params(shapes.opt_state, params, mesh)
     shardings = State(params, opt_state, everywhere, everywhere)

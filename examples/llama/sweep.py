@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import tyro
 import yaml
 
 import optax_nora
-from examples.llama import cli, records
+from examples.llama import check, cli, records
 from examples.llama.config import Config, UserError
-from examples.llama.data import Corpus
+from examples.llama.corpus import Corpus
 from examples.llama.optimizers import recipe
 from examples.llama.prepare import prepare
 from examples.llama.step import Program
-from examples.llama.train import Trainer
+from examples.llama.terminal import line, run_main
+from examples.llama.trainer import Trainer
 
 ARGUMENTS = ("learning_rate", "adam_learning_rate", "weight_decay")  # the compiled step is told
 ARGUMENTS += ("seed", "steps", "warmup", "eval_every")
+SAME = dict.fromkeys(ARGUMENTS)  # no difference to what text and devices allow
 
 
 def read_grid(path: Path, base: list[str], results: list[dict]) -> list[Config]:
@@ -42,15 +43,17 @@ def read_grid(path: Path, base: list[str], results: list[dict]) -> list[Config]:
     try:
         tables = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"grid {path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"grid {path} cannot be read: {line(error)}") from None
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise UserError(f"grid {path} is not a list of tables of fields")
-    configs = []
+    configs: list[Config] = []
     for table in tables:
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for values in itertools.product(*choices):
             own = best_of(results, dict(zip(table, values, strict=True)))
             configs.append(with_rates(cli.resolve(cli.parse([*base, *cli.flags(own)]))))
+    if not configs:
+        raise UserError(f"grid {path} holds no run")
     return configs
 
 
@@ -70,8 +73,18 @@ def best_of(results: list[dict], fields: dict) -> dict:
             f"the grid asks for the best {', '.join(wanted)}: no result is of {optimizer}"
         )
     best = min(own, key=lambda result: result["held_out_loss"])["run"]
-    factors = {k: float(v.removeprefix("best").lstrip("*") or 1) for k, v in wanted.items()}
+    factors = {k: _factor(v) for k, v in wanted.items()}
     return fields | {k: factor * best[k] for k, factor in factors.items()}
+
+
+def _factor(text: str) -> float:
+    """2 of `best*2`."""
+    if text == "best":
+        return 1
+    try:
+        return float(text.removeprefix("best*"))
+    except ValueError:
+        raise UserError(f"the grid has {text!r}: it must be best, or best*2") from None
 
 
 def with_rates(config: Config) -> Config:
@@ -150,6 +163,8 @@ def left_to_run(configs: list[Config], out: Path) -> Iterator[tuple[str, Config,
 
 def sweep(configs: list[Config], out: Path) -> None:
     """Runs what has no result yet, and appends a result as each run ends."""
+    for config in dict.fromkeys(dataclasses.replace(c, **SAME) for c in configs):
+        check.run(config)
     compiled: list[tuple[Config, Program]] = []
     for place, config, corpus, identity in left_to_run(configs, out):
         program = next((p for known, p in compiled if same_program(known, config)), None)
@@ -182,12 +197,13 @@ class SweepConfig:
 
 def main(arguments: list[str]) -> None:
     own, every = cli.split(arguments)
-    options = tyro.cli(SweepConfig, args=own)
+    options = cli.read(SweepConfig, own, "llama.sweep")
     results = [result for path in options.best for result in records.read(path)]
     grids = [read_grid(path, every, results) for path in options.grid]
+    configs = [config for grid in grids for config in part_of(grid, options.part)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    sweep([config for grid in grids for config in part_of(grid, options.part)], options.out)
+    sweep(configs, options.out)
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

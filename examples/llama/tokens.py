@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
-from examples.llama import cli
+from examples.llama import check, cli
 from examples.llama.config import UserError
-from examples.llama.data import open_corpus
-from examples.llama.prepare import Document, end_of, open_tokenizer, write_tokens
+from examples.llama.corpus import open_corpus
+from examples.llama.prepare import Document, write_tokens
+from examples.llama.terminal import run_main
+from examples.llama.tokenizer import end_of, open_tokenizer, words_of
 
 
 def documents(path: Path, split: str, lengths: np.ndarray, end: int) -> Iterator[Document]:
@@ -26,9 +27,14 @@ def documents(path: Path, split: str, lengths: np.ndarray, end: int) -> Iterator
         end: the word that ends a document.
     """
     try:
-        tokens = np.fromfile(path, "<u2")
+        raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) % 2:
+        raise UserError(f"{path} is not of uint16: it has {len(raw)} bytes, an odd number")
+    tokens = np.frombuffer(raw, "<u2")
+    if len(tokens) > 1 and not tokens[1::2].any():
+        raise UserError(f"{path} looks like uint32: every second uint16 is 0")
     if not len(tokens) or tokens[-1] != end:
         raise UserError(f"{path} does not end with token {end}, as every document must")
     if tokens.max() >= len(lengths):
@@ -55,12 +61,11 @@ class TokensConfig:
 
 
 def main(arguments: list[str]) -> None:
-    options = tyro.cli(TokensConfig, args=arguments)
-    if options.out.exists():
-        raise UserError(f"{options.out} exists: choose another --out")
+    options = cli.read(TokensConfig, arguments, "llama.tokens")
+    check.new("out", options.out)
     tokenizer = open_tokenizer(options.tokenizer)
     end = end_of(tokenizer, options.tokenizer)
-    words = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
+    words = [tokenizer.id_to_token(i) or "" for i in range(words_of(tokenizer))]
     lengths = np.array([len(word) for word in words])  # byte level: a character is a byte
     lengths[end] = 0
 
@@ -73,4 +78,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

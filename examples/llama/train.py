@@ -1,212 +1,98 @@
 """Trains a LLaMA: `python -m examples.llama.train --help`."""
 
 import dataclasses
-import json
+import itertools
+import shutil
 import signal
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-import optax_nora
-from examples.llama import cli, data, optimizers, plot, sharding
+from examples.llama import check, cli, hosts, plot, records
 from examples.llama.checkpoint import Checkpoints
 from examples.llama.config import Config, UserError
-from examples.llama.data import Corpus
-from examples.llama.evaluate import HeldOut, evaluate, unigram_entropy
+from examples.llama.corpus import Corpus
+from examples.llama.evaluate import unigram_entropy
+from examples.llama.folder import claimed, write_json
 from examples.llama.prepare import prepare
-from examples.llama.report import Report, console, say
-from examples.llama.sample import complete
-from examples.llama.step import OptimizerFactory, Program, accumulation, make_program
+from examples.llama.report import METRICS, Report
+from examples.llama.sample import complete, encode
+from examples.llama.terminal import console, run_main, say
+from examples.llama.trainer import Trainer
 
 
-class Trainer:
-    """One run: its text, its mesh, its compiled step, its state, its place in the data."""
-
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        program: Program | None = None,
-        make_optimizer: OptimizerFactory | None = None,
-    ):
-        """Starts nothing yet.
-
-        Args:
-            config: of the run.
-            corpus: its text.
-            program: of a run that differs in rates and seed alone. None: make one.
-            make_optimizer: any optimizer of one's own, made from the `Rates` of a step. None: that
-                of `config`.
-        """
-        if corpus.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"model.vocab_size {config.model.vocab_size} is less than the "
-                f"{corpus.vocab_size} words of the tokenizer"
-            )
-        self.config, self.corpus = config, corpus
-        self.rates = optimizers.peak_rates(config)
-        self.shard = jax.process_index(), jax.process_count()
-        source, self.held_out = (
-            data.sequences(corpus, split, config.model.context, config.data.packing)
-            for split in ("train", "held_out")
-        )
-        self.mesh = sharding.make_mesh(config.mesh)
-        self.program = program or make_program(config, self.mesh, corpus.end, make_optimizer)
-        self.batches = data.train_batches(source, config.batch, config.seed, self.shard)
-        self.step = 0
-
-    def start(self) -> None:
-        """Draws the initial parameters."""
-        self.state = self.program.init(jax.random.key(self.config.seed))
-
-    def resume(self, checkpoints: Checkpoints) -> None:
-        """Goes on where the last checkpoint was made."""
-        self.state, place = checkpoints.restore(self.program.state)
-        self.batches.set_state(place)
-        self.step = int(self.state.step)
-
-    def advance(self) -> dict[str, jax.Array]:
-        """One step; returns its metrics without waiting for them."""
-        self.tokens = sharding.put_batch(next(self.batches), self.mesh)
-        self.state, metrics = self.program.train(self.state, self.tokens, self.rates)
-        self.step += 1
-        return metrics
-
-    def fit(self, checkpoints: Checkpoints, report: Report, stopped: Callable[[int], bool]) -> None:
-        """Trains to the last step, or until `stopped(step)`, and saves.
-
-        A step is sent off before the metrics of the one before it are looked at.
-
-        Raises:
-            UserError: a gradient was not finite; the state from before it is saved.
-        """
-        config = self.config
-        self.places = deque([(self.step, self.batches.get_state())], config.log_every + 2)
-        waiting, first = [], self.step
-        while self.step < config.steps and not stopped(self.step):
-            metrics = self.advance()
-            if self.step == first + 1:
-                jax.block_until_ready(metrics)  # compiled by now: the clock starts here
-                report.restart_clock(self.step)
-            self.places.append((self.step, self.batches.get_state()))
-            self._log(waiting, checkpoints, report)
-            if self._due(config.log_every):
-                waiting.append((self.step, metrics))
-            if config.geometry_every and self.step % config.geometry_every == 0:
-                with report.aside(self.state):
-                    rows = self.program.geometry(self.state, self.tokens, self.rates)
-                    report.rows(self.step, rows)
-            if self._due(config.eval_every) or self._due(config.save_every):
-                self._check(metrics, checkpoints)
-                self._log(waiting, checkpoints, report)
-                with report.aside(self.state):
-                    if self._due(config.eval_every):
-                        report.held_out(self.step, self.measure())
-                    if self._due(config.save_every):
-                        self._save(checkpoints)
-        self._log(waiting, checkpoints, report)
-        self._save(checkpoints)
-
-    def _log(self, waiting: list, checkpoints: Checkpoints, report: Report) -> None:
-        """Writes the metrics that wait to be looked at."""
-        while waiting:
-            step, metrics = waiting.pop(0)
-            self._check(metrics, checkpoints)
-            report.training(step, metrics)
-
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
-
-    def measure(self) -> HeldOut:
-        """The loss on held-out text."""
-        config = self.config
-        limit = max(1, config.data.eval_tokens // config.model.context)
-        step, params = self.program.evaluate, self.state.params
-        batch = config.batch // accumulation(config, self.mesh)
-        return evaluate(step, params, self.held_out, batch, limit, self.mesh, self.shard)
-
-    def _save(self, checkpoints: Checkpoints) -> None:
-        """Saves the state: where a gradient was not finite, it is the one from before that."""
-        step = int(self.state.step)
-        good = self.state._replace(bad=-jnp.ones_like(self.state.bad))
-        checkpoints.save(step, good, dict(self.places)[step])
-
-    def _check(self, metrics: dict[str, jax.Array], checkpoints: Checkpoints) -> None:
-        if (bad := int(metrics["bad"])) < 0:
-            return
-        self._save(checkpoints)
-        step = int(self.state.step)
-        raise UserError(
-            f"step {step + 1}: the gradient of {self.program.leaf_names[bad]} is not finite; "
-            f"the state before it is saved as step {step}"
-        )
-
-    def optimizer_seconds(self, repeats: int = 10) -> float:
-        """Time of the part of a step that is the optimizer's: clipping, update, new parameters."""
-        grads = self.state.params  # of the shapes of gradients, which is all that times depend on
-        for count in (1, repeats):  # the first call compiles
-            start = time.perf_counter()
-            for _ in range(count):
-                result = self.program.optimize(self.state, grads, self.rates)
-            jax.block_until_ready(result)
-        return (time.perf_counter() - start) / repeats
-
-    def show(self) -> None:
-        """What is about to be trained, on what."""
-        config = self.config
-        for line in self.corpus.describe():
-            say(line)
-        params, numbers = self.program.state.params, optimizers.dimension_numbers(config)
-        if config.optimizer != "nora":
-            mask = optax_nora.matrix_mask(params, numbers)
-            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(mask), strict=True)
-            matrices = sum(leaf.size for leaf, matrix in pairs if matrix)
-            others = sum(leaf.size for leaf in jax.tree.leaves(params)) - matrices
-            say(f"{config.optimizer}: {matrices:,} parameters; adamw: {others:,}")
-        elif jax.process_index() == 0:
-            row_scale = config.row_scale or "fan_ratio"
-            optax_nora.summarize(
-                params, numbers, row_scale=row_scale, base_fan_in=config.base_fan_in
-            )
-        axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        rates = f"learning rate {self.rates.matrix:g}, of AdamW {self.rates.other:g}"
-        say(f"{config.optimizer}, {rates}; mesh: {axes}; {config.precision}")
+def name_of(config: Config) -> str:
+    """The name of this run: what was given, or the optimizer and the time of day."""
+    if config.name is not None:
+        return config.name
+    base = time.strftime(f"{config.optimizer}-%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        name = base if number == 1 else f"{base}-{number}"
+        try:
+            (config.out / name).mkdir(parents=True)
+            return name
+        except FileExistsError:  # of a run of the same second
+            continue
+    raise AssertionError
 
 
-def run_folder(config: Config) -> Path:
-    """The folder of this run: a new one, or on --resume one that is there."""
-    name = config.name or time.strftime(f"{config.optimizer}-%Y%m%d-%H%M%S")
-    folder = config.out / name
-    used = folder.exists() and any(folder.iterdir())
-    if used and not config.resume:
-        raise UserError(f"{folder} already holds a run: choose another --name, or --resume")
-    if config.resume and not used:
-        raise UserError(f"{folder} holds no run to resume")
-    return folder
+@contextmanager
+def signals() -> Iterator[Callable[[int], bool]]:
+    """Tells whether to stop before a step, on all hosts before the same one.
 
-
-def sigterm() -> Callable[[int], bool]:
-    """Whether to stop before a step, on all hosts before the same one."""
-    if jax.process_count() > 1:
-        return multihost_utils.reached_preemption_sync_point
+    SIGTERM and Ctrl-C ask for it; a second Ctrl-C quits at once.
+    """
+    many = jax.process_count() > 1
     came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    return lambda step: bool(came)
+
+    def note(number: int, _) -> None:
+        if number == signal.SIGINT and came:
+            raise KeyboardInterrupt
+        came.append(number)
+        if many:
+            signal.raise_signal(signal.SIGTERM)  # which jax tells the other hosts of
+
+    ours = [signal.SIGINT] if many else [signal.SIGINT, signal.SIGTERM]
+    before = {number: signal.signal(number, note) for number in ours}
+    try:
+        yield multihost_utils.reached_preemption_sync_point if many else lambda step: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def read_text(config: Config) -> Corpus:
     """The tokens of the run, which the first process prepares for all."""
-    first = jax.process_index() == 0
-    if first:
-        corpus = prepare(config.data, config.model.vocab_size)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("text")
-    return corpus if first else prepare(config.data, config.model.vocab_size)
+
+    def read() -> Corpus:
+        return prepare(config.data, config.model.vocab_size)
+
+    hosts.first(read)
+    return hosts.together(read)
+
+
+def begin(trainer: Trainer, checkpoints: Checkpoints, folder: Path) -> None:
+    """Goes on from the last checkpoint, or draws parameters and saves them.
+
+    So a folder that cannot be written to is found now, and a run that has taken a step has a
+    checkpoint.
+    """
+    if checkpoints.steps():
+        trainer.resume(checkpoints)
+        return
+    path = folder / METRICS
+    if path.exists() and any(record["step"] for record in records.read(path)):
+        raise UserError(
+            f"{checkpoints.folder} holds no checkpoint any more, and {path} steps that were taken: "
+            "start anew with another --name"
+        )
+    trainer.start()
+    trainer.save(checkpoints)
+    checkpoints.read_back(0)
 
 
 def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -> None:
@@ -219,28 +105,49 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
     Raises:
         UserError: what the user can mend.
     """
-    config = cli.resolve(config)
     console.quiet = jax.process_index() > 0
-    folder = run_folder(config)
-    trainer = Trainer(config, read_text(config))
+    config = cli.resolve(config)
+    hosts.agree(cli.shared(config))
+    hosts.together(lambda: check.run(config))
+    name = hosts.exchange(hosts.first(lambda: name_of(config)) or "")[0]
+    config = dataclasses.replace(config, name=name)
+    folder = config.out / name
+    with ExitStack() as held:
+        hosts.first(lambda: held.enter_context(claimed(folder, config.resume)))
+        corpus = read_text(config)
+        trainer = hosts.together(lambda: Trainer(config, corpus))
+        encode(corpus.tokenizer(), config.prompt, config.model.context)
+        identity = cli.identity(config, corpus.identity)
+        hosts.agree(identity)
+        trainer.show()
+        hosts.first(lambda: describe(folder, config, corpus))
+        with hosts.watched(folder):
+            run(trainer, folder, identity, stopped)
+
+
+def describe(folder: Path, config: Config, corpus: Corpus) -> None:
+    """What makes a folder the one of a run: its tokenizer and, last, its settings."""
+    if (folder / "config.json").exists():
+        return
+    shutil.copyfile(corpus.folder / "tokenizer.json", folder / "tokenizer.json")
+    write_json(folder / "config.json", cli.shared(config))
+
+
+def run(trainer: Trainer, folder: Path, identity: dict, stopped: Callable[[int], bool]) -> None:
+    """Trains, and draws and writes what came of it."""
+    config = trainer.config
     entropy = unigram_entropy(trainer.corpus.shards("held_out"))
-    settings = cli.to_dict(dataclasses.replace(config, name=folder.name))
-    trainer.show()
-    folder.mkdir(parents=True, exist_ok=True)
-    identity = cli.identity(config, trainer.corpus.identity)
-    with Checkpoints(folder / "checkpoints", config.keep, identity) as checkpoints:
-        if config.resume and checkpoints.any():
-            trainer.resume(checkpoints)
-        else:
-            (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-            trainer.start()
-        with Report(folder, config, trainer.step) as report:
+    kept = config.keep, identity, config.hosts.timeout
+    with Checkpoints(folder / "checkpoints", *kept) as checkpoints:
+        begin(trainer, checkpoints, folder)
+        with Report(folder, config, trainer.step) as report, signals() as signalled:
             if trainer.step == 0:
                 with report.aside(trainer.state):
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)
-            trainer.fit(checkpoints, report, stopped)
+            trainer.fit(checkpoints, report, lambda step: stopped(step) or signalled(step))
             if trainer.step == config.steps:
                 report.optimizer(trainer.step, trainer.optimizer_seconds())
+        checkpoints.read_back(trainer.step)
     if trainer.step < config.steps:
         say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return
@@ -256,9 +163,9 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
 
 def main(arguments: list[str]) -> None:
     config = cli.parse(arguments)
-    cli.start_hosts(config)
-    train(config, sigterm())
+    hosts.start(config.hosts)
+    train(config)
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

@@ -25,12 +25,13 @@ from flax import nnx
 from jax import Array
 from matplotlib.figure import Figure
 
-from examples.llama import cli, records
+from examples.llama import records
 from examples.llama.config import Config
 from examples.llama.model import Attention, Llama
 from examples.llama.plot import markdown
 from examples.llama.sweep import left_to_run
-from examples.llama.train import Trainer
+from examples.llama.terminal import run_main
+from examples.llama.trainer import Trainer
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent, results_of
 
@@ -195,11 +196,11 @@ def draw(results: list[dict], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    args, results = results_of(arguments, Args, __doc__, grid, measure)
+    args, results = results_of("coordinates", arguments, Args, __doc__, grid, measure)
     draw(results, args.figure)
     for of in ("total", "own"):
         print("\n".join(["", *table(results, of)]))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

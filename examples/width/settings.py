@@ -16,9 +16,8 @@ from typing import Literal, TypeVar
 
 import matplotlib
 import numpy as np
-import tyro
 
-from examples.llama import cli, records
+from examples.llama import check, cli, records
 from examples.llama.config import Config, UserError
 from examples.llama.sweep import part_of, with_rates
 
@@ -54,6 +53,7 @@ Some = TypeVar("Some", bound=Args)
 
 
 def results_of(
+    command: str,
     arguments: list[str],
     kind: type[Some],
     doc: str | None,
@@ -63,6 +63,7 @@ def results_of(
     """Runs what has no result yet; returns the arguments and all results, by row scale.
 
     Args:
+        command: its name in this folder.
         arguments: of the command line.
         kind: what they are read into.
         doc: of the command.
@@ -70,10 +71,11 @@ def results_of(
         run: runs them and appends their results to a file.
     """
     own, every = cli.split(arguments)
-    args = tyro.cli(kind, description=doc, args=own)
+    args = cli.read(kind, own, f"width.{command}", description=doc)
     if not args.draw:
+        configs = part_of(grid(args, every), args.part)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        run(part_of(grid(args, every), args.part), args.out)
+        run(configs, args.out)
     results = records.read(args.out)  # in no order: processes share the file
     return args, sorted(results, key=lambda result: ROW_SCALES.index(result["run"]["row_scale"]))
 
@@ -122,7 +124,7 @@ def at_width(base: Config, width: int, row_scale: RowScale, step: float) -> Conf
         base_fan_in=model.width if row_scale == "width" else None,
         learning_rate=float(f"{rate:.4g}"),
     )
-    cli.check(config)
+    check.settings(config)
     return with_rates(config)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples.llama import cli
 from examples.llama.config import Config
 from examples.llama.plot import markdown
 from examples.llama.sweep import sweep
+from examples.llama.terminal import run_main
 from examples.width import settings
 from examples.width.settings import Size, at_width, base_config, exponent, results_of
 
@@ -129,11 +129,11 @@ def draw(found: dict[str, dict[int, dict[float, float]]], out: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    args, results = results_of(arguments, Args, __doc__, grid, sweep)
+    args, results = results_of("transfer", arguments, Args, __doc__, grid, sweep)
     found = losses(results)
     draw(found, args.figure)
     print("\n".join(table(found)))
 
 
 if __name__ == "__main__":
-    cli.run_main(main)
+    run_main(main)

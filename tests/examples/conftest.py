@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.llama.config import Config, DataConfig, MeshConfig, ModelConfig
-from examples.llama.data import Corpus
+from examples.llama.corpus import Corpus
 from examples.llama.prepare import prepare
 
 SENTENCE = "the row of a matrix turns while its norm stays and every step has one length"

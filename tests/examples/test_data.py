@@ -12,6 +12,7 @@ import pytest
 
 from examples.llama import data, documentation, sources
 from examples.llama.config import DataConfig, UserError
+from examples.llama.corpus import open_corpus
 from examples.llama.prepare import main as prepare_main
 from examples.llama.prepare import prepare
 
@@ -274,8 +275,8 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
 def test_the_command_makes_a_folder_that_can_be_trained_on(text_file, tmp_path, capsys):
     arguments = ["--path", str(text_file), "--vocab-size", "300", "--held-out", "0.2"]
     prepare_main([*arguments, "--out", str(tmp_path / "made")])
-    made = data.open_corpus(tmp_path / "made")
-    assert capsys.readouterr().out.splitlines() == list(made.describe())
+    made = open_corpus(tmp_path / "made")
+    assert capsys.readouterr().out.splitlines()[-2:] == list(made.describe())
     assert made.vocab_size == 300
     with pytest.raises(UserError, match="made exists"):
         prepare_main([*arguments, "--out", str(tmp_path / "made")])

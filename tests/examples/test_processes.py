@@ -23,11 +23,13 @@ def start(corpus, tmp_path):
     """Starts the command, on `devices` fake ones."""
     started = []
 
-    def command(*arguments: str, devices: int = 1) -> subprocess.Popen:
+    def command(*arguments: str, devices: int = 1, limit: int = 0) -> subprocess.Popen:
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"XLA_FLAGS": flags}
         given = [*MODEL.split(" "), "--out", str(tmp_path), "--data.path", str(corpus.folder)]
         run = [sys.executable, "-m", "examples.llama.train", *given, *" ".join(arguments).split()]
+        if limit:
+            run = ["bash", "-c", f'ulimit -f {limit} && exec "$@"', "limited", *run]
         started.append(
             subprocess.Popen(
                 run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -45,6 +47,23 @@ def finish(process: subprocess.Popen) -> str:
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return out
+
+
+def two_hosts() -> str:
+    """The flags of two processes, but for the index of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return f"--hosts.coordinator {address} --hosts.count 2 --hosts.index"
+
+
+def failed(process: subprocess.Popen, status: int = 1) -> str:
+    """The one line that a process ends with."""
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    (line,) = [line for line in err.splitlines() if "error: " in line]
+    assert "*** Check failure" not in err  # no page of C++
+    return line
 
 
 def wait_for(path, lines: int, process: subprocess.Popen) -> None:
@@ -87,16 +106,9 @@ def test_a_run_killed_at_random_ends_with_the_same_bits(start, tmp_path):
 def test_two_hosts_of_four_devices_equal_one_of_eight(start, tmp_path):
     settings = "--steps 6 --batch 8 --log-every 1 --eval-every 3 --save-every 3 --mesh.fsdp 4"
     finish(start(settings, "--name one", devices=8))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def both(*arguments: str) -> list[str]:
-        hosts = f"--hosts.coordinator {address} --hosts.count 2 --hosts.index"
-        processes = [start(*arguments, hosts, str(i), devices=4) for i in range(2)]
-        return [finish(process) for process in processes]
-
-    first, second = both(settings, "--name two")
+    hosts = two_hosts()
+    processes = [start(settings, "--name two", hosts, str(i), devices=4) for i in range(2)]
+    first, second = map(finish, processes)
     assert "held-out loss" in first
     assert "held-out" not in second  # one writer
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
@@ -104,3 +116,58 @@ def test_two_hosts_of_four_devices_equal_one_of_eight(start, tmp_path):
     for name in ("loss", "held_out_loss"):
         a, b = ([line[name] for line in lines if name in line] for lines in (one, two))
         np.testing.assert_allclose(a, b, atol=1e-5)  # sequences in another order within each batch
+
+
+def test_a_host_that_never_comes_is_waited_for_no_longer_than_told(start, tmp_path):
+    hosts = two_hosts()
+    for index, whom in (("0", "another process"), ("1", "process 0 at 127.0.0.1")):
+        line = failed(start("--steps 2", hosts, index, "--hosts.timeout 3"))
+        assert line.startswith(f"error: {whom}")
+        assert line.endswith("has not come within 3 s (--hosts.timeout)")
+    assert not list(tmp_path.iterdir())
+
+
+def test_hosts_started_otherwise_are_refused(start, tmp_path):
+    hosts = two_hosts()
+    both = [start("--steps", str(6 + i), "--batch 8", hosts, str(i)) for i in range(2)]
+    for process in both:
+        line = failed(process)
+        assert line == "error: process 1 was started otherwise than process 0: steps is 7, not 6"
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_on_one_host_stops_both(start, tmp_path):
+    hosts, settings = two_hosts(), "--steps 20000 --batch 8 --log-every 1 --name two"
+    both = [start(settings, hosts, str(i)) for i in range(2)]
+    wait_for(tmp_path / "two" / "metrics.jsonl", 3, both[0])
+    both[1].send_signal(signal.SIGINT)
+    out = [finish(process) for process in both]
+    assert "go on with --resume --name two" in out[0]
+
+
+def test_a_host_that_cannot_write_ends_both(start):
+    """Files of the second process may not grow beyond 1 kB."""
+    settings = "--steps 20000 --batch 8 --log-every 1 --name two --hosts.timeout 15"
+    hosts = two_hosts()
+    begun = time.monotonic()
+    first = start(settings, hosts, "0")
+    second = start(settings, hosts, "1", limit=1)
+    assert "a checkpoint cannot be written to" in failed(second)
+    assert "a checkpoint cannot be written to" in failed(first)
+    assert time.monotonic() - begun < 100  # not the 300 and more that jax and orbax wait
+
+
+def test_ctrl_c_saves_and_a_second_one_quits(start, tmp_path):
+    settings = "--steps 20000 --batch 4 --log-every 1 --eval-every 20000 --save-every 20000"
+    process = start(settings, "--name run")
+    wait_for(tmp_path / "run" / "metrics.jsonl", 3, process)
+    process.send_signal(signal.SIGINT)
+    assert "go on with --resume --name run" in finish(process)
+    reached = metrics(tmp_path / "run")[-1]["step"]
+    process = start("--resume --name run")
+    wait_for(tmp_path / "run" / "metrics.jsonl", reached + 3, process)
+    other = start("--resume --name run")
+    assert "is in use by a run that goes on" in failed(other)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert metrics(tmp_path / "run")[-1]["step"] > reached

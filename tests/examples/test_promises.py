@@ -1,10 +1,15 @@
 """What examples/llama/README.md promises, held by its commands."""
 
+import json
+import shutil
 import sys
+import time
 
 import pytest
 
-from examples.llama import cli, sharding, train
+from examples.llama import records, sample, sharding, train
+from examples.llama.config import Config
+from examples.llama.terminal import run_main
 
 TINY = "--model.vocab-size 304 --model.context 8 --model.width 16 --model.layers 2 --model.heads 2"
 TINY += " --model.mlp-width 16 --mesh.data 1 --steps 2 --batch 2 --warmup 1"
@@ -20,7 +25,7 @@ def command(corpus, tmp_path, monkeypatch, capsys):
     def run(flags: str) -> str:
         given = f"{TINY} --out {tmp_path} --data.path {corpus.folder} {flags}".split()
         monkeypatch.setattr(sys, "argv", ["train", *given])
-        cli.run_main(train.main)
+        run_main(train.main)
         return capsys.readouterr().out
 
     return run
@@ -42,3 +47,85 @@ def test_what_is_shown_is_of_the_optimizer_that_trains(command):
     # By hand: a block has 4 * 16^2 + 3 * 16^2 = 1,792 in matrices, and 2 * 16 beside them.
     assert "muon: 3,584 parameters; adamw: 9,808" in shown
     assert "muon, learning rate 0.25" in shown
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where one run is kept for the tests that go on from it."""
+    return tmp_path_factory.mktemp("kept") / "out"
+
+
+@pytest.fixture
+def finished(kept, command, tmp_path):
+    """The folder of a run that has ended."""
+    if not kept.exists():
+        command("--name run --precision float32 --save-every 1")
+        shutil.copytree(tmp_path, kept)
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def refused(command, flags: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command(flags)
+    assert "\n" not in str(ended.value)
+    return str(ended.value)
+
+
+def test_a_run_whose_checkpoints_are_gone_loses_nothing_more(command, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    shutil.rmtree(finished / "checkpoints")
+    assert "holds no checkpoint any more" in refused(command, "--resume --name run")
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_than_the_run_has_are_refused_with_the_mend(command, finished):
+    line = refused(command, "--resume --name run --steps 3")
+    assert "steps is 3, was 2; a run keeps its settings: leave the flags out, or start" in line
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_it_is_offered(command, finished):
+    for path in (finished / "checkpoints" / "2" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+    line = refused(command, "--resume --name run")
+    assert "checkpoints/2 cannot be" in line
+    assert line.endswith("step 1 is whole: to go on from it, move 2 elsewhere")
+    shutil.rmtree(finished / "checkpoints" / "2")
+    assert "sample: " in command("--resume --name run")
+
+
+def test_sampling_needs_the_run_and_not_its_text(finished, capsys, monkeypatch):
+    config = json.loads((finished / "config.json").read_text())
+    config["data"]["path"] = "/nowhere"
+    (finished / "config.json").write_text(json.dumps(config))
+    sample.main(["--run", str(finished), "--prompt=--x", "--count", "2", "--length", "3"])
+    assert capsys.readouterr().out.count("--x") == 2
+
+
+@pytest.mark.parametrize("prompt", ["the row " * 20])
+def test_a_bad_prompt_is_refused_before_anything_is_made(command, tmp_path, monkeypatch, prompt):
+    line = refused(command, f"--name run --prompt={prompt.replace(' ', '_')}")
+    assert "the prompt has" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_of_the_same_second_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda text: text.replace("%", ""))
+    names = {train.name_of(Config(out=tmp_path)) for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_a_batch_of_one_and_a_measurement_a_step(command, tmp_path):
+    command("--name a$b^ --precision float32 --batch 1 --geometry-every 1")
+    lines = records.read(tmp_path / "a$b^" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "rows" in line] == [1, 2]
+
+
+def test_a_run_that_diverges_says_so_and_keeps_what_was_finite(command, tmp_path):
+    flags = "--name run --precision float32 --learning-rate 1e30 --adam-learning-rate 1e30"
+    line = refused(command, f"{flags} --steps 4 --warmup 0 --geometry-every 1 --eval-every 1")
+    assert "is not finite" in line
+    lines = records.read(tmp_path / "run" / "metrics.jsonl")
+    assert all("rows" not in line or line["step"] < 4 for line in lines)
+    assert (tmp_path / "run" / "checkpoints" / "0").is_dir()

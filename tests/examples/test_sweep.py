@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from examples.llama import records, sharding, sweep, train
+from examples.llama import records, sharding, sweep, train, trainer
 from examples.llama.config import UserError
 from examples.llama.plot import draw_runs, draw_sweep, read_results, table
 from examples.llama.plot import main as plot_main
@@ -51,8 +51,8 @@ def test_bad_grids(grid, text, message):
 
 def test_what_is_done_is_skipped_and_rates_share_a_compile(grid, tmp_path, monkeypatch, capsys):
     made = []
-    make = train.make_program
-    monkeypatch.setattr(train, "make_program", lambda *a: made.append(make(*a)) or made[-1])
+    make = trainer.make_program
+    monkeypatch.setattr(trainer, "make_program", lambda *a: made.append(make(*a)) or made[-1])
     out = tmp_path / "results.jsonl"
     configs = grid("[{optimizer: nora, learning_rate: [0.01, 0.02], seed: [0, 1]}]")
     sweep.sweep(configs[:1], out)
@@ -155,4 +155,4 @@ def test_nothing_to_draw(tmp_path):
     with pytest.raises(UserError, match="nothing to draw"):
         plot_main([])
     with pytest.raises(UserError, match=r"none/metrics.jsonl cannot be read"):
-        plot_main(["none", "--out", "/tmp/never.png"])
+        plot_main(["--runs", "none", "--out", "/tmp/never.png"])

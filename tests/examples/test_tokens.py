@@ -1,11 +1,15 @@
 """Flat files of tokens become the folder that prepare.py makes of their text."""
 
+import json
+
 import numpy as np
 import pytest
 
 from examples.llama import tokens
 from examples.llama.config import UserError
-from examples.llama.data import open_corpus
+from examples.llama.corpus import Corpus, open_corpus
+from examples.llama.data import sequences
+from examples.llama.tokenizer import open_tokenizer, words_of
 
 
 @pytest.fixture
@@ -45,3 +49,20 @@ def test_what_is_refused_leaves_nothing(convert, tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         convert(change)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_tokenizer_with_gaps_has_the_words_up_to_its_last(corpus, tmp_path):
+    given = json.loads((corpus.folder / "tokenizer.json").read_text())
+    vocab = given["model"]["vocab"]
+    last = max(vocab, key=lambda word: vocab[word])
+    vocab[last] += 100
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(given))
+    assert words_of(open_tokenizer(path)) == vocab[last] + 1
+
+
+def test_text_without_targets_is_refused_before_training(corpus):
+    shards = [shard | {"documents": shard["tokens"]} for shard in corpus.splits["held_out"]]
+    empty = Corpus(corpus.folder, corpus.manifest | {"held_out": shards})
+    with pytest.raises(UserError, match="all documents of its held-out text are empty"):
+        sequences(empty, "held_out", 16, "concat")
