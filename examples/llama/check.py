@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 COUNTED = ("vocab_size", "layers", "width", "heads", "kv_heads", "mlp_width", "base_width")
 COUNTED += ("eval_tokens", "count", "base_fan_in", "steps", "batch", "micro_batch", "loss_chunk")
-COUNTED += ("log_every", "eval_every", "save_every", "keep", "length")
+COUNTED += ("log_every", "eval_every", "save_every", "keep", "length", "block_rows")
 RANGES = {
     **dict.fromkeys(COUNTED, Range(1, INT32)),
     "context": Range(2, INT32),  # a prompt and a token after it
