@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, identity: dict, timeout: float = 60):
         self.folder, self.identity, self.failed = folder, identity, False
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax meets, we say
+        sys.unraisablehook = _without_echo
         for path in folder.glob("[0-9]*"):
             with suppress(OSError):
                 path.rmdir()  # what is empty is no checkpoint
@@ -174,6 +176,12 @@ class Checkpoints:
 
     def _path(self, step: int) -> str:
         return f"checkpoint {self.folder / str(step)}"
+
+
+def _without_echo(unraisable: Any) -> None:
+    """Of a write that failed, which we tell of, tensorstore tells a loop of orbax that is gone."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
 
 
 class _BrokenError(UserError):

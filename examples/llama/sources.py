@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
         import datasets
     except ImportError:
         raise UserError(f"hf:{name} needs the package datasets: pip install datasets") from None
+    for library in ("datasets", "huggingface_hub", "fsspec"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)  # what they meet, we say
     repository, _, configuration = name.partition(":")
     try:
         stream = datasets.load_dataset(

@@ -157,7 +157,7 @@ def test_a_host_that_cannot_write_ends_both(start):
     assert time.monotonic() - begun < 100  # not the 300 and more that jax and orbax wait
 
 
-def test_ctrl_c_saves_and_a_second_one_quits(start, tmp_path):
+def test_ctrl_c_saves_and_a_run_that_goes_on_is_left_alone(start, tmp_path):
     settings = "--steps 20000 --batch 4 --log-every 1 --eval-every 20000 --save-every 20000"
     process = start(settings, "--name run")
     wait_for(tmp_path / "run" / "metrics.jsonl", 3, process)

@@ -1,7 +1,9 @@
 """What examples/llama/README.md promises, held by its commands."""
 
 import json
+import math
 import shutil
+import signal
 import sys
 import time
 
@@ -9,6 +11,7 @@ import pytest
 
 from examples.llama import records, sample, sharding, train
 from examples.llama.config import Config
+from examples.llama.evaluate import HeldOut
 from examples.llama.terminal import run_main
 
 TINY = "--model.vocab-size 304 --model.context 8 --model.width 16 --model.layers 2 --model.heads 2"
@@ -129,3 +132,21 @@ def test_a_run_that_diverges_says_so_and_keeps_what_was_finite(command, tmp_path
     lines = records.read(tmp_path / "run" / "metrics.jsonl")
     assert all("rows" not in line or line["step"] < 4 for line in lines)
     assert (tmp_path / "run" / "checkpoints" / "0").is_dir()
+
+
+def test_the_first_ctrl_c_asks_and_the_second_quits():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with train.signals() as stopped:
+        assert not stopped(0)
+        signal.raise_signal(signal.SIGINT)
+        assert stopped(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with train.signals() as stopped:
+        signal.raise_signal(signal.SIGTERM)
+        assert stopped(0)
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+def test_a_loss_without_end_has_a_perplexity():
+    assert HeldOut(1_000.0, 1).perplexity == math.inf

@@ -154,5 +154,10 @@ def test_nothing_to_draw(tmp_path):
         plot_main(["--sweep", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "x.png")])
     with pytest.raises(UserError, match="nothing to draw"):
         plot_main([])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=r"run/metrics\.jsonl holds no loss"):
+        plot_main(["--runs", str(tmp_path / "run"), "--out", str(tmp_path / "x.png")])
+    assert not (tmp_path / "x.png").exists()
     with pytest.raises(UserError, match=r"none/metrics.jsonl cannot be read"):
         plot_main(["--runs", "none", "--out", "/tmp/never.png"])
