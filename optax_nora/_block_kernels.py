@@ -1,10 +1,10 @@
 """A step with blocks of rows of one matrix as Pallas kernels, for GPUs.
 
 Three passes over memory, 32 bytes a float32 weight where AdamW moves 28: one makes the momentum and
-the Gram matrices, one multiplies blocks by inverse roots and sums their rows, and one, which XLA
-makes, writes the weight. Between the first two a kernel iterates on the Gram matrices, each within
-one multiprocessor. Products are of pairs of half-precision numbers, about as good as float32;
-docs/results/block-notes.md says what was tried. Import this module where a kernel is used.
+the Gram matrices, one multiplies blocks by inverse roots and sums the squares of the result, and
+one, which XLA makes, writes the weight. Between the first two a kernel iterates on the Gram
+matrices, each within one multiprocessor. Products are of pairs of half-precision numbers, about as
+good as float32; docs/results/block-notes.md says what was tried. Rows are not projected.
 """
 
 import functools
@@ -38,20 +38,14 @@ HALF_SCALE = 1024.0
 
 
 class Tuning(NamedTuple):
-    """How the work is divided; what was fastest on an H100."""
+    """How two kernels divide rows: weights at a time, weights in all, tiles under way at once."""
 
-    gram_width: int = 64  # weights of a row that a program reads at a time
-    gram_part: int = 1024  # and in all
-    gram_warps: int = 8
-    gram_stages: int = 3  # 0: one tile ahead in registers
-    apply_width: int = 64
-    apply_part: int = 1024
-    apply_warps: int = 8
-    apply_stages: int = 0
-    root_warps: int = 8
+    gram: tuple[int, int, int] = (64, 1024, 3)
+    apply: tuple[int, int, int] = (64, 1024, 1)
 
 
 TUNING = Tuning()
+WARPS = 8
 
 
 def fits(rows: Rows, shape: tuple[int, ...], block_rows: int) -> bool:
@@ -100,7 +94,6 @@ class _Static(NamedTuple):
     width: int
     part: int
     interpret: bool
-    prefetch: bool = False
 
     @property
     def blocks(self) -> int:
@@ -154,7 +147,6 @@ def _call(
     grid: tuple[int, ...],
     inputs: Sequence[Array],
     out_shape: Sequence[Any],
-    warps: int,
     stages: int,
     aliases: dict[int, int],
 ) -> Any:
@@ -167,22 +159,21 @@ def _call(
         out_shape=out_shape,
         input_output_aliases=aliases,
         interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=max(stages, 1)),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
     )(*inputs)
 
 
-def _divided(static: _Static, width: int, part: int) -> _Static:
+def _divided(static: _Static, x: Array, width: int, part: int, stages: int) -> tuple[_Static, int]:
     """Rows in parts of ``part`` weights, or of less where there would be few programs."""
+    if x.shape[-1] * x.dtype.itemsize % 16:
+        # Lines start anywhere: then Triton's copies to shared memory move 4 bytes at a time.
+        width, stages = 128, 1
     view = static.view
     tiles = view.batch * view.groups * static.blocks * static.subs
     turns = pl.cdiv(view.n, width)
     few = max(2, turns * tiles // PROGRAMS)
-    return static._replace(width=width, part=width * min(turns, part // width, few))
-
-
-def _stages(stages: int, x: Array) -> int:
-    """Triton's copies to shared memory are slow where lines do not start at multiples of 16 bytes."""
-    return stages if x.shape[-1] * x.dtype.itemsize % 16 == 0 or stages == 1 else 0
+    part = width * min(turns, max(1, part // width), few)
+    return static._replace(width=width, part=part), stages
 
 
 def _gram(
@@ -190,9 +181,7 @@ def _gram(
 ) -> tuple[Array, Array, Array]:
     """The new momentum, Gram matrices (batch, blocks, parts, b, b), squares (.., parts, b)."""
     view = static.view
-    static = _divided(static, tuning.gram_width, tuning.gram_part)
-    stages = _stages(tuning.gram_stages, mu)
-    static = static._replace(prefetch=stages == 0)
+    static, stages = _divided(static, mu, *tuning.gram)
     blocks, tile = view.groups * static.blocks, static.tile
     lead = (view.batch, blocks * static.subs, static.parts)
     new_mu, grams, squares = _call(
@@ -205,7 +194,6 @@ def _gram(
             _like(mu, (*lead, tile, tile), jnp.float32),
             _like(mu, (*lead, tile), jnp.float32),
         ],
-        tuning.gram_warps,
         stages,
         {2: 0},
     )
@@ -213,11 +201,10 @@ def _gram(
         return new_mu, grams, squares
     (across,) = _call(
         _across_kernel,
-        static._replace(prefetch=False),
+        static,
         (blocks, static.parts, view.batch),
         (coefficients, g, new_mu),
         [_like(mu, (view.batch, blocks, static.parts, tile, tile), jnp.float32)],
-        tuning.gram_warps,
         1,
         {},
     )
@@ -251,7 +238,6 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
             squares.reshape(batch * blocks, parts, b),
         ),
         [_like(grams, (batch * blocks, b, b), jnp.float32)],
-        tuning.root_warps,
         1,
         {},
     )
@@ -271,10 +257,7 @@ def _apply(
 ) -> tuple[Array, Array]:
     """Orthonormal rows times HALF_SCALE in float16, and squares (batch, tiles, parts, rows)."""
     view = static.view
-    static = _divided(static, tuning.apply_width, tuning.apply_part)
-    # With two tiles a block, roots and rows leave no room for more rows.
-    stages = _stages(tuning.apply_stages, mu) if static.subs == 1 else 1
-    static = static._replace(prefetch=stages == 0)
+    static, stages = _divided(static, mu, *tuning.apply)
     tiles = view.groups * static.blocks * static.subs
     return _call(
         _apply_kernel,
@@ -285,7 +268,6 @@ def _apply(
             _like(mu, mu.shape, jnp.float16),
             _like(mu, (view.batch, tiles, static.parts, static.tile), jnp.float32),
         ],
-        tuning.apply_warps,
         stages,
         {},
     )
@@ -370,33 +352,19 @@ def _dot_pairs(a: Sequence[Array], b: Sequence[Array], axis_a: int = 1, axis_b: 
     return small + _dot(a[0], b[0], axis_a, axis_b)
 
 
-def _loop(
-    read: Callable[[Array], Any], turn: Callable[..., Any], carry: Any, static: _Static
-) -> Any:
-    """``turn(k, read(k), carry)`` for each tile of a part; `read` is masked past the part.
-
-    With ``prefetch`` the next tile is on its way into registers while this one is multiplied;
-    without it Triton sees to that, through shared memory, 16 bytes at a time where rows allow it.
-    """
-    turns = pl.cdiv(static.part, static.width)
-    if not static.prefetch:
-        return jax.lax.fori_loop(0, turns, lambda k, carry: turn(k, read(k), carry), carry)
-
-    def both(k: Array, state: Any) -> Any:
-        following = read(k + 1)
-        return turn(k, state[1], state[0]), following
-
-    return jax.lax.fori_loop(0, turns, both, (carry, read(0 * pl.program_id(0))))[0]
+def _turns(static: _Static) -> int:
+    return pl.cdiv(static.part, static.width)
 
 
-def _tiles(refs: Sequence[Ref], batch: Array, tile: Array, part: Array, static: _Static) -> Any:
+def _tiles(
+    refs: Sequence[Ref], batch: Array, tile: Array, part: Array, static: _Static
+) -> Callable[[Array], list[Array]]:
     """A function of k: these arrays' k-th tiles of a part."""
     row, there = _rows_of_tile(tile, static)
 
     def read(k: Array) -> list[Array]:
         column = part * static.part + k * static.width
-        inside = there & (k * static.width < static.part)
-        at = [_load(ref, batch, row, inside, column, static) for ref in refs]
+        at = [_load(ref, batch, row, there, column, static) for ref in refs]
         return [triton.load(ref, mask=mask, other=0.0) for ref, mask in at]
 
     return read
@@ -410,9 +378,11 @@ def _gram_kernel(
     c = _read(coefficients)
     along = 1 if static.view.last else 0
 
-    def turn(k: Array, tiles: Sequence[Array], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    tiles = _tiles((g, mu), batch, tile, part, static)
+
+    def turn(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gram, square = carry
-        old_g, old_mu = (x.astype(jnp.float32) for x in tiles)
+        old_g, old_mu = (x.astype(jnp.float32) for x in tiles(k))
         scaled = c.grad_scale * old_g
         new = _multiply_add(c.beta, old_mu, c.one_minus_beta * scaled, static)
         new = new.astype(mu_out.dtype)
@@ -424,7 +394,7 @@ def _gram_kernel(
         return gram + _dot_pairs(pair, pair, along, along), square + jnp.sum(h * h, axis=along)
 
     zeros = jnp.zeros((static.tile, static.tile)), jnp.zeros(static.tile)
-    gram, square = _loop(_tiles((g, mu), batch, tile, part, static), turn, zeros, static)
+    gram, square = jax.lax.fori_loop(0, _turns(static), turn, zeros)
     triton.store(grams.at[batch, tile, part], gram)
     triton.store(squares.at[batch, tile, part], square)
 
@@ -444,13 +414,12 @@ def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _S
 
     tiles = [_tiles((g, mu), batch, 2 * block + sub, part, static) for sub in range(2)]
 
-    def turn(k: Array, read: Sequence[Any], gram: Array) -> Array:
-        upper, lower = (_look_ahead(c, tile, static) for tile in read)
+    def turn(k: Array, gram: Array) -> Array:
+        upper, lower = (_look_ahead(c, read(k), static) for read in tiles)
         return gram + _dot_pairs(upper, lower, along, along)
 
     zeros = jnp.zeros((static.tile, static.tile))
-    gram = _loop(lambda k: [read(k) for read in tiles], turn, zeros, static)
-    triton.store(grams.at[batch, block, part], gram)
+    triton.store(grams.at[batch, block, part], jax.lax.fori_loop(0, _turns(static), turn, zeros))
 
 
 def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None:
@@ -543,10 +512,10 @@ def _apply_kernel(
         for other in range(static.subs)
     ]
 
-    def turn(k: Array, read: Sequence[Any], square: Array) -> Array:
-        total = jnp.zeros(()).astype(jnp.float32)
-        for other, tile_read in enumerate(read):
-            pair = _look_ahead(c, tile_read, static)
+    def turn(k: Array, square: Array) -> Array:
+        total = jnp.float32(0)
+        for other, read in enumerate(tiles):
+            pair = _look_ahead(c, read(k), static)
             root = root_of(other) if whole is None else whole
             if static.view.last:
                 total = total + _dot_pairs(root, pair)
@@ -559,6 +528,5 @@ def _apply_kernel(
         found = half.astype(jnp.float32)
         return square + jnp.sum(found * found, axis=1 if static.view.last else 0)
 
-    zeros = jnp.zeros(static.tile)
-    square = _loop(lambda k: [read(k) for read in tiles], turn, zeros, static)
+    square = jax.lax.fori_loop(0, _turns(static), turn, jnp.zeros(static.tile))
     triton.store(squares.at[batch, tile, part], square)
