@@ -528,3 +528,28 @@ def test_output_axes_that_are_split_within(shape, rows, spec, kind):
     got = step(*placed, rows, 8)
     assert got.sharding.is_equivalent_to(placed[0].sharding, h.ndim)
     np.testing.assert_allclose(got, step(h, w, rows, 8), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_over_some_axes(kind):
+    """The others stay what they are within it."""
+    rows, spec = Rows((0,), (1,)), P("data", "model")
+    u = jax.device_put(normal(24, 64), NamedSharding(mesh_of(kind), spec))
+    local = rows._replace(reduction_mesh=("data",))
+    mapped = jax.shard_map(
+        lambda u: ortho(u, local, 8),
+        mesh=mesh_of(kind),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(u), ortho(normal(24, 64), rows, 8), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P("model", "data"), P(None, "model")])
+def test_a_mesh_of_both_kinds(spec):
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    rows, u = Rows((0,), (1,)), normal(24, 64)
+    got = ortho(jax.device_put(u, NamedSharding(mesh, spec)), rows, 8)
+    np.testing.assert_allclose(got, ortho(u, rows, 8), atol=1000 * EPS)
