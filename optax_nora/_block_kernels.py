@@ -1,16 +1,16 @@
 """A step with blocks of rows of one matrix as Pallas kernels, for GPUs.
 
 Three passes over memory, 32 bytes a float32 weight where AdamW moves 28: one makes the momentum and
-the Gram matrices, one multiplies blocks by inverse roots and sums their rows, and one, which XLA
-makes, writes the weight. Between the first two a kernel iterates on the Gram matrices, each within
-one multiprocessor. Products are of pairs of half-precision numbers, about as good as float32;
-docs/results/block-notes.md says what was tried. Import this module where a kernel is used.
+the Gram matrices, one multiplies blocks by inverse roots and sums the squares of the result, and
+one, which XLA makes, writes the weight. Between the first two a kernel iterates on the Gram
+matrices, each within one multiprocessor. Products are of pairs of half-precision numbers, about as
+good as float32; docs/results/block-notes.md says what was tried. Rows are not projected.
 """
 
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,20 +38,14 @@ HALF_SCALE = 1024.0
 
 
 class Tuning(NamedTuple):
-    """How the work is divided; what was fastest on an H100."""
+    """How two kernels divide rows: weights at a time, weights in all, tiles under way at once."""
 
-    gram_width: int = 64  # weights of a row that a program reads at a time
-    gram_part: int = 1024  # and in all
-    gram_warps: int = 8
-    gram_stages: int = 2
-    apply_width: int = 64
-    apply_part: int = 512
-    apply_warps: int = 8
-    apply_stages: int = 2
-    root_warps: int = 16
+    gram: tuple[int, int, int] = (64, 1024, 3)
+    apply: tuple[int, int, int] = (64, 1024, 1)
 
 
 TUNING = Tuning()
+WARPS = 8
 
 
 def fits(rows: Rows, shape: tuple[int, ...], block_rows: int) -> bool:
@@ -153,7 +147,6 @@ def _call(
     grid: tuple[int, ...],
     inputs: Sequence[Array],
     out_shape: Sequence[Any],
-    warps: int,
     stages: int,
     aliases: dict[int, int],
 ) -> Any:
@@ -166,17 +159,21 @@ def _call(
         out_shape=out_shape,
         input_output_aliases=aliases,
         interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
     )(*inputs)
 
 
-def _divided(static: _Static, width: int, part: int) -> _Static:
+def _divided(static: _Static, x: Array, width: int, part: int, stages: int) -> tuple[_Static, int]:
     """Rows in parts of ``part`` weights, or of less where there would be few programs."""
+    if x.shape[-1] * x.dtype.itemsize % 16:
+        # Lines start anywhere: then Triton's copies to shared memory move 4 bytes at a time.
+        width, stages = 128, 1
     view = static.view
     tiles = view.batch * view.groups * static.blocks * static.subs
     turns = pl.cdiv(view.n, width)
     few = max(2, turns * tiles // PROGRAMS)
-    return static._replace(width=width, part=width * min(turns, part // width, few))
+    part = width * min(turns, max(1, part // width), few)
+    return static._replace(width=width, part=part), stages
 
 
 def _gram(
@@ -184,7 +181,7 @@ def _gram(
 ) -> tuple[Array, Array, Array]:
     """The new momentum, Gram matrices (batch, blocks, parts, b, b), squares (.., parts, b)."""
     view = static.view
-    static = _divided(static, tuning.gram_width, tuning.gram_part)
+    static, stages = _divided(static, mu, *tuning.gram)
     blocks, tile = view.groups * static.blocks, static.tile
     lead = (view.batch, blocks * static.subs, static.parts)
     new_mu, grams, squares = _call(
@@ -197,8 +194,7 @@ def _gram(
             _like(mu, (*lead, tile, tile), jnp.float32),
             _like(mu, (*lead, tile), jnp.float32),
         ],
-        tuning.gram_warps,
-        tuning.gram_stages,
+        stages,
         {2: 0},
     )
     if static.subs == 1:
@@ -209,8 +205,7 @@ def _gram(
         (blocks, static.parts, view.batch),
         (coefficients, g, new_mu),
         [_like(mu, (view.batch, blocks, static.parts, tile, tile), jnp.float32)],
-        tuning.gram_warps,
-        tuning.gram_stages,
+        1,
         {},
     )
     grams = grams.reshape(view.batch, blocks, 2, static.parts, tile, tile)
@@ -237,9 +232,12 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
         _root_kernel,
         static,
         (batch * blocks,),
-        (grams.reshape(batch * blocks, parts, b, b), squares.reshape(batch * blocks, parts, b)),
+        (
+            jnp.float32(QUINTICS),
+            grams.reshape(batch * blocks, parts, b, b),
+            squares.reshape(batch * blocks, parts, b),
+        ),
         [_like(grams, (batch * blocks, b, b), jnp.float32)],
-        tuning.root_warps,
         1,
         {},
     )
@@ -259,7 +257,7 @@ def _apply(
 ) -> tuple[Array, Array]:
     """Orthonormal rows times HALF_SCALE in float16, and squares (batch, tiles, parts, rows)."""
     view = static.view
-    static = _divided(static, tuning.apply_width, tuning.apply_part)
+    static, stages = _divided(static, mu, *tuning.apply)
     tiles = view.groups * static.blocks * static.subs
     return _call(
         _apply_kernel,
@@ -270,8 +268,7 @@ def _apply(
             _like(mu, mu.shape, jnp.float16),
             _like(mu, (view.batch, tiles, static.parts, static.tile), jnp.float32),
         ],
-        tuning.apply_warps,
-        tuning.apply_stages,
+        stages,
         {},
     )
 
@@ -333,11 +330,6 @@ def _load(
     return at, inside[:, None] & there[None, :]
 
 
-def _read_tile(*args: Any) -> Array:
-    at, mask = _load(*args)
-    return triton.load(at, mask=mask, other=0.0).astype(jnp.float32)
-
-
 def _pair(x: Array, dtype: Any, interpret: bool) -> tuple[Array, Array]:
     """A float32 as the sum of two numbers of half the size."""
     if interpret:  # or XLA drops a rounding that is undone at once
@@ -364,6 +356,20 @@ def _turns(static: _Static) -> int:
     return pl.cdiv(static.part, static.width)
 
 
+def _tiles(
+    refs: Sequence[Ref], batch: Array, tile: Array, part: Array, static: _Static
+) -> Callable[[Array], list[Array]]:
+    """A function of k: these arrays' k-th tiles of a part."""
+    row, there = _rows_of_tile(tile, static)
+
+    def read(k: Array) -> list[Array]:
+        column = part * static.part + k * static.width
+        at = [_load(ref, batch, row, there, column, static) for ref in refs]
+        return [triton.load(ref, mask=mask, other=0.0) for ref, mask in at]
+
+    return read
+
+
 def _gram_kernel(
     coefficients: Ref, g: Ref, mu: Ref, mu_out: Ref, grams: Ref, squares: Ref, *, static: _Static
 ) -> None:
@@ -372,13 +378,16 @@ def _gram_kernel(
     c = _read(coefficients)
     along = 1 if static.view.last else 0
 
+    tiles = _tiles((g, mu), batch, tile, part, static)
+
     def turn(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gram, square = carry
-        where = (batch, row, there, part * static.part + k * static.width, static)
-        scaled = c.grad_scale * _read_tile(g, *where)
-        new = _multiply_add(c.beta, _read_tile(mu, *where), c.one_minus_beta * scaled, static)
+        old_g, old_mu = (x.astype(jnp.float32) for x in tiles(k))
+        scaled = c.grad_scale * old_g
+        new = _multiply_add(c.beta, old_mu, c.one_minus_beta * scaled, static)
         new = new.astype(mu_out.dtype)
-        at, mask = _load(mu_out, *where)
+        column = part * static.part + k * static.width
+        at, mask = _load(mu_out, batch, row, there, column, static)
         triton.store(at, new, mask=mask)
         h = _multiply_add(c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static)
         pair = _pair(h, jnp.bfloat16, static.interpret)
@@ -390,10 +399,11 @@ def _gram_kernel(
     triton.store(squares.at[batch, tile, part], square)
 
 
-def _look_ahead(c: Coefficients, g: Ref, mu: Ref, where: Any, static: _Static) -> Array:
-    """The look-ahead h of a tile, from the momentum after the step."""
-    scaled = c.grad_scale * _read_tile(g, *where)
-    return _multiply_add(c.ahead, _read_tile(mu, *where), c.one_minus_ahead * scaled, static)
+def _look_ahead(c: Coefficients, tiles: Sequence[Array], static: _Static) -> Sequence[Array]:
+    """The look-ahead h of a tile, from the momentum after the step, as a pair."""
+    g, mu = (x.astype(jnp.float32) for x in tiles)
+    h = _multiply_add(c.ahead, mu, c.one_minus_ahead * (c.grad_scale * g), static)
+    return _pair(h, jnp.bfloat16, static.interpret)
 
 
 def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _Static) -> None:
@@ -402,20 +412,17 @@ def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _S
     c = _read(coefficients)
     along = 1 if static.view.last else 0
 
+    tiles = [_tiles((g, mu), batch, 2 * block + sub, part, static) for sub in range(2)]
+
     def turn(k: Array, gram: Array) -> Array:
-        column = part * static.part + k * static.width
-        h = [
-            _look_ahead(c, g, mu, (batch, *_rows_of_tile(tile, static), column, static), static)
-            for tile in (2 * block, 2 * block + 1)
-        ]
-        upper, lower = (_pair(x, jnp.bfloat16, static.interpret) for x in h)
+        upper, lower = (_look_ahead(c, read(k), static) for read in tiles)
         return gram + _dot_pairs(upper, lower, along, along)
 
     zeros = jnp.zeros((static.tile, static.tile))
     triton.store(grams.at[batch, block, part], jax.lax.fori_loop(0, _turns(static), turn, zeros))
 
 
-def _root_kernel(grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None:
+def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None:
     """`_blocks.inverse_root`, of products that are as precise as they need be."""
     block = pl.program_id(0)
     tile, parts = static.tile, grams.shape[1]
@@ -429,11 +436,11 @@ def _root_kernel(grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None
     zeros = jnp.zeros((tile, tile)), jnp.zeros(tile)
     gram, square = jax.lax.fori_loop(0, parts, total, zeros)
     inverse = _inverse(square)
-    numbers = [jax.lax.broadcasted_iota(jnp.int32, (tile, tile), k) for k in range(2)]
-    one = (numbers[0] == numbers[1]).astype(jnp.float32)
+    lines, columns = (jax.lax.broadcasted_iota(jnp.int32, (tile, tile), k) for k in range(2))
+    diagonal = lines == columns
     gram = gram * inverse[:, None] * inverse[None, :]
     # The diagonal is known better than its products, which leave out the smallest.
-    gram = jnp.where(one > 0, jnp.where(square == 0, 0.0, 1.0)[:, None], gram)
+    gram = jnp.where(diagonal, jnp.where(square == 0, 0.0, 1.0)[:, None], gram)
     pair = functools.partial(_pair, dtype=jnp.float16, interpret=static.interpret)
     # No more than 1 before it is squared, for float16.
     bound = jnp.sqrt(jnp.sum(gram * gram))
@@ -443,38 +450,46 @@ def _root_kernel(grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None
     twice = _dot_pairs(pairs, pairs)
     fourth = jnp.sum(twice * twice)
     greatest = jnp.where(fourth == 0, 1.0, jnp.sqrt(jnp.sqrt(fourth))) * (1 + SHIFT)
-    shifted = gram / greatest + SHIFT * one
-    twice = twice / (greatest * greatest) + (2 * SHIFT) * shifted - SHIFT**2 * one
-    gram = shifted
-    for k, (a, b, c) in enumerate(QUINTICS):
-        precise = k < PRECISE
-        if k:
-            pairs = pair(gram)
-            twice = _dot_pairs(pairs, pairs) if precise else _dot(pairs[0], pairs[0])
-        factor = a * one + b * gram + c * twice
-        if k + 1 < len(QUINTICS):
-            factors, pairs = pair(factor), pair(gram)
-            if precise:
-                gram = _dot_pairs(factors, pair(_dot_pairs(pairs, factors)))
-            else:
-                gram = _dot(factors[0], _dot(pairs[0], factors[0]).astype(jnp.float16))
-        # The root waits in memory: there are no registers for three matrices and a product.
-        if k == 0:
-            root = factor
-        else:
-            roots = pair(triton.load(out.at[block]))
-            if precise:
-                root = _dot_pairs(pair(factor), roots)
-            else:
-                half = factor.astype(jnp.float16)
-                root = _dot(half, roots[1]) + _dot(half, roots[0])
-        if k + 1 == len(QUINTICS):
-            root = root * inverse[None, :] / jnp.sqrt(greatest * bound)
+    gram = gram / greatest + jnp.where(diagonal, SHIFT, 0.0)
+    twice = twice / (greatest * greatest) + (2 * SHIFT) * gram - jnp.where(diagonal, SHIFT**2, 0.0)
+    half = jnp.float16
+
+    def factor_of(quintic: Sequence[Any], gram: Array, twice: Array) -> Array:
+        a, b, c = quintic
+        return jnp.where(diagonal, a, 0.0) + b * gram + c * twice
+
+    def multiply_root(factor: Array) -> Array:
+        high, low = pair(triton.load(out.at[block]))
+        return _dot(factor.astype(half), low) + _dot(factor.astype(half), high)
+
+    def keep(root: Array) -> None:
+        """The root waits in memory: no registers are left for it."""
         if not static.interpret:
             triton.debug_barrier()
         triton.store(out.at[block], root)
         if not static.interpret:
             triton.debug_barrier()
+
+    for k in range(PRECISE):
+        if k:
+            pairs = pair(gram)
+            twice = _dot_pairs(pairs, pairs)
+        factor = factor_of(QUINTICS[k], gram, twice)
+        factors, pairs = pair(factor), pair(gram)
+        gram = _dot_pairs(factors, pair(_dot_pairs(pairs, factors)))
+        keep(_dot_pairs(factors, pair(triton.load(out.at[block]))) if k else factor)
+
+    def quintic(k: Array, gram: Array) -> Array:
+        rounded = gram.astype(half)
+        factor = factor_of([numbers[k, j] for j in range(3)], gram, _dot(rounded, rounded))
+        keep(multiply_root(factor))
+        return _dot(factor.astype(half), _dot(rounded, factor.astype(half)).astype(half))
+
+    gram = jax.lax.fori_loop(PRECISE, len(QUINTICS) - 1, quintic, gram)
+    rounded = gram.astype(half)
+    factor = factor_of(QUINTICS[-1], gram, _dot(rounded, rounded))
+    root = multiply_root(factor) * inverse[None, :] / jnp.sqrt(greatest * bound)
+    keep(root)
 
 
 def _apply_kernel(
@@ -492,18 +507,21 @@ def _apply_kernel(
         return bf16(triton.load(roots.at[batch, block, lines, columns]))
 
     whole = root_of(0) if static.subs == 1 else None
+    tiles = [
+        _tiles((g, mu), batch, block * static.subs + other, part, static)
+        for other in range(static.subs)
+    ]
 
     def turn(k: Array, square: Array) -> Array:
-        column = part * static.part + k * static.width
         total = jnp.float32(0)
-        for other in range(static.subs):
-            first, held = _rows_of_tile(block * static.subs + other, static)
-            pair = bf16(_look_ahead(c, g, mu, (batch, first, held, column, static), static))
+        for other, read in enumerate(tiles):
+            pair = _look_ahead(c, read(k), static)
             root = root_of(other) if whole is None else whole
             if static.view.last:
                 total = total + _dot_pairs(root, pair)
             else:
                 total = total + _dot_pairs(pair, root, 1, 1)
+        column = part * static.part + k * static.width
         at, mask = _load(mixed, batch, row, there, column, static)
         half = (HALF_SCALE * total).astype(jnp.float16)
         triton.store(at, half, mask=mask)

@@ -146,7 +146,9 @@ def mix(u: Array, rows: Rows, block_rows: int) -> Array:
     becomes ``r / (r^2 + b^(1/4) SHIFT)^(1/2)`` or more, but for 1.8e-3 and rounding.
     """
     sharding = jax.typeof(u).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind is AxisType.Explicit}
+    if not explicit:
         return _mix(u, rows, block_rows)
     # Explicit axes refuse a contraction over a split axis, and to cut a split axis into blocks.
     # Rows are counted through all output axes but the first: these a device must hold whole.
@@ -162,6 +164,7 @@ def mix(u: Array, rows: Rows, block_rows: int) -> Array:
         mesh=sharding.mesh,
         in_specs=spec,
         out_specs=spec,
+        axis_names=explicit,
     )(jax.sharding.reshard(u, NamedSharding(sharding.mesh, spec)))
     return jax.sharding.reshard(mixed, sharding)
 
@@ -191,7 +194,7 @@ def _mix_axis(u: Array, rows: Rows, size: int) -> Array:
         return _mix_local(u, rows, size)
     # A block straddles devices: each mixes all blocks of which it holds a row.
     start = jax.lax.axis_index(rows.output_mesh) * held
-    devices = jax.lax.axis_size(rows.output_mesh)
+    devices = math.prod(jax.lax.axis_size(name) for name in rows.output_mesh)
     before, after = _neighbours(u, axis, size - 1, rows.output_mesh, devices)
     blocks = max(-(-(k * held % size + held) // size) for k in range(devices))
     rest = jnp.zeros_like(u, shape=(*u.shape[:axis], size * blocks, *u.shape[axis + 1 :]))

@@ -510,3 +510,46 @@ def test_shard_map(name, project):
         out_specs=spec,
     )
     np.testing.assert_allclose(mapped(h, w), step(h, w, rows, 8, project), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("shape", "rows", "spec"),
+    [
+        ((24, 8, 6), Rows((0,), (1, 2)), P("model", None, "data")),
+        ((8, 24, 6), Rows((1,), (0, 2)), P("model", None, "data")),
+        ((2, 24, 4, 6), Rows((1,), (3, 2)), P(None, None, "model", "data")),
+    ],
+)
+def test_output_axes_that_are_split_within(shape, rows, spec, kind):
+    """Rows are counted through all output axes, so only the first can be cut without more."""
+    h, w = normal(*shape), normal(*shape, seed=1)
+    placed = [jax.device_put(x, NamedSharding(mesh_of(kind), spec)) for x in (h, w)]
+    got = step(*placed, rows, 8)
+    assert got.sharding.is_equivalent_to(placed[0].sharding, h.ndim)
+    np.testing.assert_allclose(got, step(h, w, rows, 8), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_over_some_axes(kind):
+    """The others stay what they are within it."""
+    rows, spec = Rows((0,), (1,)), P("data", "model")
+    u = jax.device_put(normal(24, 64), NamedSharding(mesh_of(kind), spec))
+    local = rows._replace(reduction_mesh=("data",))
+    mapped = jax.shard_map(
+        lambda u: ortho(u, local, 8),
+        mesh=mesh_of(kind),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(u), ortho(normal(24, 64), rows, 8), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P("model", "data"), P(None, "model")])
+def test_a_mesh_of_both_kinds(spec):
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    rows, u = Rows((0,), (1,)), normal(24, 64)
+    got = ortho(jax.device_put(u, NamedSharding(mesh, spec)), rows, 8)
+    np.testing.assert_allclose(got, ortho(u, rows, 8), atol=1000 * EPS)
