@@ -233,7 +233,8 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
         static,
         (batch * blocks,),
         (
-            jnp.float32(QUINTICS),
+            # Of scalars, as `custom_partitioning` takes no constant arrays.
+            jnp.stack([jnp.stack(list(map(jnp.float32, q))) for q in QUINTICS]),
             grams.reshape(batch * blocks, parts, b, b),
             squares.reshape(batch * blocks, parts, b),
         ),

@@ -66,6 +66,19 @@ def test_nora_is_its_parts(project, backend):
     close(by_step(tx, tree(0)), run(parts, tree(0)), bound)
 
 
+def test_which_steps_have_kernels():
+    """Ragged blocks too; rows that are projected, and blocks on a GPU by default, are XLA's."""
+    params = tree(0)
+
+    def program(**settings):
+        tx = optax_nora.nora(0.1, block_rows=7, weight_dimension_numbers=RULE, **settings)
+        return str(jax.make_jaxpr(tx.step)(GRADS[0], tx.init(params), params))
+
+    assert "pallas_call" in program(project=False, backend="pallas")
+    assert "pallas_call" not in program(project=True, backend="pallas")
+    assert "pallas_call" not in program(project=False)
+
+
 @every_backend
 def test_one_row_is_nora_and_many_are_one_block(backend):
     def nora(**settings):
