@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable
 
-from docs.figures import comparison
+from docs.figures import blocks, comparison
+from examples.llama import records
 from examples.llama.plot import markdown
 
 RESULTS = comparison.DOCS / "results" / "left-out"
@@ -72,8 +73,21 @@ def on_small_models() -> list[tuple[str, ...]]:
     return lines
 
 
+def of_blocks() -> list[tuple[str, ...]]:
+    """Blocks of rows that are not made equally long first."""
+    own, ours = records.read(RESULTS / "rows-as-long-as-they-are.jsonl"), blocks.load("60m")
+    lines = []
+    for row in own:
+        same = {k: v for k, v in row["run"].items() if k != "direction"}
+        (plain,) = (r for r in ours if r["run"] == same)
+        pair = (f"{r['held_out_loss']:.3f}" for r in (plain, row))
+        label = blocks.name(row)
+        lines.append(("rows left as long as they are", f"60M, {label}", *pair))
+    return lines
+
+
 def table() -> list[str]:
-    parts: tuple[Callable[[], list[tuple[str, ...]]], ...] = (at_60m, on_small_models)
+    parts: tuple[Callable[[], list[tuple[str, ...]]], ...] = (at_60m, of_blocks, on_small_models)
     return markdown(HEAD, [line for part in parts for line in part()])
 
 
