@@ -131,8 +131,8 @@ def test_the_table_by_hand(tmp_path, capsys):
     path.write_text("\n".join(map(json.dumps, results)))
     lines = table(read_results([path]))[2:]
     assert lines == [
-        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 0.5 | 1.6000 over 2 rates | 10 | 3 |",
-        "| adamw | 3.0000 | 1 | 0.1 | 0.5 | 0.0000 over 1 rates | 10 | 2 |",
+        "| nora | 2.1000 ± 0.1414 | 2 | 0.1 | 0.5 | 0.2: 4.0000 | 10 |",
+        "| adamw | 3.0000 | 1 | 0.1 | 0.5 | none | 10 |",
     ]
     plot_main(["--sweep", str(path), "--out", str(tmp_path / "sweep.png")])
     assert lines[0] in capsys.readouterr().out
