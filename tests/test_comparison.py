@@ -78,6 +78,16 @@ def test_what_was_run_again_came_out_as_before(rows):
         assert abs(row["held_out_loss"] - before["loss"]) <= 0.0011
 
 
+def test_the_leaders_were_run_again(rows):
+    for row in records.read(comparison.DOCS / "results" / "blocks" / "60m.jsonl"):
+        if (name := row["run"]["optimizer"]) in ("muon", "adamw"):
+            assert f"({row['held_out_loss']:.4f})" in TEXT
+            (first,) = (
+                r["loss"] for r in comparison.seeds_of_best(rows, name) if r["run"]["seed"] == 0
+            )
+            assert abs(row["held_out_loss"] - first) <= 0.0005  # as the page says
+
+
 def test_every_row_is_of_one_text_one_model_and_has_a_loss(rows):
     runs = [{k: v for k, v in row["run"].items() if k not in LEFT_OUT} for row in rows]
     assert len(rows) == len({str(sorted(row["run"].items(), key=str)) for row in rows})
