@@ -117,6 +117,7 @@ def run(case: Case, name: SetName) -> dict[str, Any]:
 
 
 def main(args: Args) -> list[dict[str, Any]]:
+    measure.check_counts(devices=args.devices, block_rows=args.block_rows)
     cases = [
         Case(devices, split, chosen, block_rows)
         for devices in args.devices

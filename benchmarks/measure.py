@@ -63,6 +63,14 @@ def time_steps(
     return Timing(statistics.median(times), temporary, compile_seconds)
 
 
+def check_counts(**counts: int | Sequence[int]) -> None:
+    """End with one line where a number of something is under 1, or there is none."""
+    for name, given in counts.items():
+        values = [given] if isinstance(given, int) else given
+        if not values or min(values) < 1:
+            raise SystemExit(f"error: {name.replace('_', '-')} is {given}: give at least 1")
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written a second by a pass over memory much larger than any cache."""
     size = 1 << (28 if jax.default_backend() == "gpu" else 24)

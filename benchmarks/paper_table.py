@@ -99,6 +99,7 @@ def run(case: Case, args: Args) -> dict[str, Any]:
 
 
 def main(args: Args) -> list[dict[str, Any]]:
+    measure.check_counts(repeats=args.repeats)
     largest = args.largest or (1_000_000 if jax.default_backend() == "cpu" else None)
     cases = [Case(shape) for shape in PAPER if largest is None or shape[0] * shape[1] <= largest]
     rows = measure.rows_with_progress("shapes", cases, lambda case: run(case, args))

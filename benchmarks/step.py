@@ -127,6 +127,7 @@ def run(case: Case, args: Args, bandwidth: float) -> dict[str, Any]:
 
 
 def main(args: Args) -> list[dict[str, Any]]:
+    measure.check_counts(repeats=args.repeats, block_rows=args.block_rows)
     cpu = jax.default_backend() == "cpu"
     sets = args.sets or (("60M",) if cpu else ("60M", "1B"))
     optimizers = args.optimizers or (

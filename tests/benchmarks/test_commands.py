@@ -33,6 +33,21 @@ def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
     assert "one step, float32" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "args"),
+    [
+        (step, step.Args(repeats=0)),
+        (step, step.Args(block_rows=(0,))),
+        (paper_table, paper_table.Args(repeats=-1)),
+        (collectives, collectives.Args(devices=())),
+    ],
+)
+def test_counts_of_nothing_are_refused_before_anything_runs(command, args, capsys):
+    with pytest.raises(SystemExit, match=r"error: .* is .*: give at least 1"):
+        command.main(args)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("rows", ["first", "last"])
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_sets_have_the_same_weights_and_rows_in_every_layout(layout, rows):
