@@ -182,7 +182,8 @@ def nora(
     (fan-in 1) go to AdamW. `optax_nora.summarize` shows where each leaf goes.
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule.
+      learning_rate: :math:`\eta`, a number or a schedule. Where something else applies rate and
+        sign: docs/frameworks.md, under big_vision.
       beta: decay of the momentum, in [0, 1).
       momentum: weight of the momentum in the look-ahead. None: the same as beta, as in the authors'
         code. 1.0: no look-ahead, as in the paper.

@@ -37,10 +37,8 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
     hw, ww = rows.sums(product(h, w), product(w, w))
-    # A quotient is not computed again by each that uses it: u is the same number everywhere. Where
-    # the square is 0, hw is too, or too small to count.
-    ww = jnp.where(ww > 0, ww, 1)
-    along = hw / ww
+    ww = jnp.where(ww > 0, ww, jnp.inf)  # nothing is along a row of 0
+    along = hw / ww  # no product with 1 / ww: where that is computed again, it may round otherwise
     u = h - along * w
     uw, uu = rows.sums(product(u, w), product(u, u))
     leak = uw / ww
@@ -53,10 +51,9 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
 
 def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
     """``u / max(sqrt(square), eps)``, and 0 where the square is."""
-    zero = square == 0
-    # `where` twice, here and below, so that the gradient of the branch not taken is finite too.
-    norm = jnp.sqrt(jnp.where(zero, 1, square))
-    return u * jnp.where(zero, 0, 1 / jnp.maximum(norm, eps))
+    # Infinity in the place of 0, and before the root, whose derivative is then finite too.
+    norm = jnp.sqrt(jnp.where(square == 0, jnp.inf, square))
+    return u / jnp.maximum(norm, eps)
 
 
 def project(rows: Rows, h: Array, w: Array) -> Array:
