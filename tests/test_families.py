@@ -105,13 +105,15 @@ def test_haliax():
         "layers": linear(named(L, H, E), E, H),
         "wte_like": Module({"Vocab": V, "Embed": E}, weight=named(V, E)),
         "ln": Module(weight=named(E), bias=named(E)),
-        "lm_head": {"weight": named(V, E)},
+        "lm_head": linear(named(V, E), E, V),
+        "lora_B": linear(named(H, D), D, H),
     }
     found = optax_nora.infer_dimension_numbers(model, rules.haliax(model))
     assert found["q"].weight.array == MuonDimensionNumbers((0,), (1, 2))
     assert found["o"].weight.array == MuonDimensionNumbers((1, 2), (0,))
     assert found["layers"].weight.array == MuonDimensionNumbers((2,), (1,))
     assert found["wte_like"].weight.array is found["ln"].weight.array is None
+    assert found["lm_head"].weight.array is found["lora_B"].weight.array is None
     # As a function it asks the parameters each time.
     assert optax_nora.matrix_mask(model, rules.haliax)["o"].weight.array
     optax_nora.nora(0.1, weight_dimension_numbers=rules.haliax).init(model)
