@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._checks import check_moment_dtype, check_range, require_params
+from optax_nora._checks import (
+    check_learning_rate,
+    check_moment_dtype,
+    check_range,
+    require_params,
+)
 from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
 from optax_nora._routing import (
     Routes,
@@ -95,7 +100,7 @@ def route_to(
     Both are told ``grad_scale``, a factor on the gradients, and ``write_weights``: to give the
     parameters after the step in the place of updates.
     """
-    check_range("adam_learning_rate", learning_rate, schedule=True)
+    check_learning_rate("adam_learning_rate", learning_rate)
     check_range("adam_weight_decay", weight_decay)
     check_range("adam_b1", b1, high=1, below=True)
     check_range("adam_b2", b2, high=1, below=True)
@@ -218,7 +223,7 @@ def with_adamw(
       ... )
       >>> tx = optax_nora.with_adamw(rule, 0.005, weight_decay=0.1, adam_learning_rate=1e-3)
     """
-    check_range("learning_rate", learning_rate, schedule=True)
+    check_learning_rate("learning_rate", learning_rate)
     check_range("weight_decay", weight_decay, schedule=True)
     matrix = optax.chain(
         tx,

@@ -28,7 +28,7 @@ def check_range(
     if (optional and value is None) or (schedule and callable(value)):
         return
     kinds = "a number" + " or a schedule" * schedule + " or None" * optional
-    if isinstance(value, str) or np.shape(value) != () or not _is_real(value):
+    if value is None or isinstance(value, str) or np.shape(value) != () or not _is_real(value):
         hint = "; a schedule works for learning rates, beta, momentum and weight_decay alone"
         raise TypeError(f"{name}={value!r} is not {kinds}{hint if callable(value) else ''}")
     if isinstance(value, Tracer):
@@ -36,6 +36,20 @@ def check_range(
     if not low <= value <= high or math.isinf(value) or (below and value == high):
         end = ")" if below or high == math.inf else "]"
         raise ValueError(f"{name}={value} is out of range: it lies in [{low:g}, {high:g}{end}")
+
+
+def check_learning_rate(name: str, value: Any) -> None:
+    """Raise for what is no rate; None, or a sign, is asked for where others apply the rate."""
+    try:
+        check_range(name, value, schedule=True)
+    except (TypeError, ValueError) as error:
+        if value is None or (isinstance(error, ValueError) and value < 0):
+            raise type(error)(
+                f"{error}; where something else applies rate and sign, take learning_rate=1.0, "
+                "for adam_learning_rate AdamW's rate divided by the other, and chain "
+                "optax.scale(-1.0) behind"
+            ) from None
+        raise
 
 
 def _is_real(value: Any) -> bool:

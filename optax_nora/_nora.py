@@ -9,7 +9,7 @@ from optax_nora._adamw import ScalarOrSchedule, StepTransformation, route_to
 from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
 from optax_nora._blocks import direction_of
-from optax_nora._checks import check_range
+from optax_nora._checks import check_learning_rate, check_range
 from optax_nora._leaves import Leaf, Path, PyTree, map_leaves
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
 from optax_nora._routing import WeightDimensionNumbers, is_function
@@ -95,7 +95,7 @@ def _matrices(
     backend: str,
 ) -> optax.GradientTransformationExtraArgs:
     """The matrices' branch of `nora`: a step of each leaf is one function of arrays."""
-    check_range("learning_rate", learning_rate, schedule=True)
+    check_learning_rate("learning_rate", learning_rate)
     check_range("beta", beta, high=1, below=True, schedule=True)
     check_range("momentum", momentum, high=1, schedule=True)
     check_range("eps", eps)
@@ -182,7 +182,8 @@ def nora(
     (fan-in 1) go to AdamW. `optax_nora.summarize` shows where each leaf goes.
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule.
+      learning_rate: :math:`\eta`, a number or a schedule. Where something else applies rate and
+        sign: docs/frameworks.md, under big_vision.
       beta: decay of the momentum, in [0, 1).
       momentum: weight of the momentum in the look-ahead. None: the same as beta, as in the authors'
         code. 1.0: no look-ahead, as in the paper.

@@ -30,11 +30,6 @@ def product(a: Array, b: Array) -> Array:
     return jnp.real(a * jnp.conj(b)) if jnp.iscomplexobj(a) else a * b
 
 
-def _divide(a: Array, b: Array) -> Array:
-    # `where` twice, here and below, so that the gradient of the branch not taken is finite too.
-    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
-
-
 def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
     """Rows of h without their part along w, and their squared norms, 0 where only noise is left.
 
@@ -42,21 +37,23 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
     hw, ww = rows.sums(product(h, w), product(w, w))
-    along = _divide(hw, ww)
+    ww = jnp.where(ww > 0, ww, jnp.inf)  # nothing is along a row of 0
+    along = hw / ww  # no product with 1 / ww: where that is computed again, it may round otherwise
     u = h - along * w
     uw, uu = rows.sums(product(u, w), product(u, u))
-    leak = _divide(uw, ww)
+    leak = uw / ww
     square = uu - uw * leak
-    # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
-    threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
-    noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
+    # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
+    # ones scaled down underflow. NaN is no noise: it goes through.
+    noise = square * (NOISE * jnp.finfo(square.dtype).eps) ** -2 <= uu + hw * along
     return u - leak * w, jnp.where(noise, 0, square)
 
 
 def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
     """``u / max(sqrt(square), eps)``, and 0 where the square is."""
-    norm = jnp.sqrt(jnp.where(square == 0, 1, square))
-    return jnp.where(square == 0, 0, u / jnp.maximum(norm, eps))
+    # Infinity in the place of 0, and before the root, whose derivative is then finite too.
+    norm = jnp.sqrt(jnp.where(square == 0, jnp.inf, square))
+    return u / jnp.maximum(norm, eps)
 
 
 def project(rows: Rows, h: Array, w: Array) -> Array:

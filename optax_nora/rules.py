@@ -56,6 +56,17 @@ class _OutFirst(Rule):
         return Decision(MuonDimensionNumbers(tuple(range(1, leaf.ndim)), 0))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Unless(Rule):
+    """A matrix, unless it is named as an output head or as what starts at zero."""
+
+    spec: MuonDimensionNumbers
+
+    def decide(self, leaf: Leaf) -> Decision:
+        known = by_name(leaf)
+        return known if known is not None and known.sure and not known.ask else Decision(self.spec)
+
+
 def _family(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
     return ByPath(tuple(patterns.items()), optional=True)
 
@@ -141,13 +152,19 @@ torch = equinox
 
 
 def haliax(model: PyTree) -> Rule:
-    """Haliax and Levanter: each ``Linear`` by the names in its ``In`` and ``Out``.
+    """Haliax and Levanter: each ``Linear`` by its ``In`` and ``Out``; heads by their names.
 
     Args:
       model: the model or its trainable part, whose NamedArrays still have their axes.
 
     Returns:
       A rule.
+
+    Examples:
+      >>> import optax_nora
+      >>> tx = optax_nora.nora(  # given as a function it asks the parameters each time
+      ...     0.01, weight_dimension_numbers=optax_nora.rules.haliax
+      ... )
     """
 
     def is_layer(node: object) -> bool:
@@ -162,7 +179,9 @@ def haliax(model: PyTree) -> Rule:
         if is_layer(node) and node.weight is not None:
             linear = hasattr(node, "In") and places(node.weight, node.In)
             patterns["/" + "/".join((*path_of(path), "weight"))] = (
-                MuonDimensionNumbers(linear, places(node.weight, node.Out)) if linear else None
+                _Unless(MuonDimensionNumbers(linear, places(node.weight, node.Out)))
+                if linear
+                else None
             )
     return _family(patterns)
 

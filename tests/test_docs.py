@@ -1,8 +1,10 @@
 """Every Python block of the README and the docs runs: page by page, in order, in one namespace.
 
-What a page says that a block prints, it prints; the pictures of axes are of the page's own arrays.
+Of blocks titled "not run", which need packages that are not here, only the syntax is held. What a
+page says that a block prints, it prints; the pictures of axes are of the page's own arrays.
 """
 
+import ast
 import contextlib
 import io
 import re
@@ -15,7 +17,8 @@ import optax_nora
 from docs.figures import axes, left_out
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^( *)```python\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^( *)```python\b([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = ' title="not run"'
 PRINTED = re.compile(
     r"\s*(which prints\s*)?<!-- printed by the block above -->\n```\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -34,8 +37,12 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     namespace = {"__name__": page.stem}
     for block in BLOCK.finditer(text):
         # Empty lines in front, so that a traceback shows the line of the page.
-        padding = "\n" * text.count("\n", 0, block.start(2))
-        code = compile(padding + textwrap.dedent(block[2]), page, "exec")
+        padding = "\n" * text.count("\n", 0, block.start(3))
+        source = padding + textwrap.dedent(block[3])
+        if block[2] == NOT_RUN:
+            ast.parse(source, page)
+            continue
+        code = compile(source, page, "exec")
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
         if said := PRINTED.match(text, block.end()):
@@ -44,6 +51,10 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 def test_readme_and_quickstart_are_among_the_pages():
     assert {ROOT / "README.md", ROOT / "docs" / "quickstart.md"} <= set(PAGES)
+
+
+def test_all_other_pages_run_whole():
+    assert {page.name for page in PAGES if "not run" in page.read_text()} == {"frameworks.md"}
 
 
 def test_pictures_of_axes_are_of_the_arrays_on_the_page():

@@ -53,6 +53,17 @@ def test_stacks_are_not_taken_for_layers():
     }
 
 
+def test_as_many_heads_as_a_head_is_wide():
+    """So a bias (4, 4) has an axis of its kernel's second axis, as if layers were stacked there."""
+    shapes = {"attention/query/kernel": (16, 4, 4), "attention/query/bias": (4, 4)}
+    assert routing(shapes, rules.flax_nnx()) == {
+        "attention/query/kernel": ((0,), (1, 2)),
+        "attention/query/bias": None,
+    }
+    named = {f"layers/{path}": shape for path, shape in shapes.items()}
+    assert routing(named, rules.flax_nnx())["layers/attention/query/kernel"] == ASK
+
+
 @dataclasses.dataclass(frozen=True)
 class Axis:
     name: str
@@ -94,13 +105,18 @@ def test_haliax():
         "layers": linear(named(L, H, E), E, H),
         "wte_like": Module({"Vocab": V, "Embed": E}, weight=named(V, E)),
         "ln": Module(weight=named(E), bias=named(E)),
-        "lm_head": {"weight": named(V, E)},
+        "lm_head": linear(named(V, E), E, V),
+        "lora_B": linear(named(H, D), D, H),
     }
     found = optax_nora.infer_dimension_numbers(model, rules.haliax(model))
     assert found["q"].weight.array == MuonDimensionNumbers((0,), (1, 2))
     assert found["o"].weight.array == MuonDimensionNumbers((1, 2), (0,))
     assert found["layers"].weight.array == MuonDimensionNumbers((2,), (1,))
     assert found["wte_like"].weight.array is found["ln"].weight.array is None
+    assert found["lm_head"].weight.array is found["lora_B"].weight.array is None
+    # As a function it asks the parameters each time.
+    assert optax_nora.matrix_mask(model, rules.haliax)["o"].weight.array
+    optax_nora.nora(0.1, weight_dimension_numbers=rules.haliax).init(model)
     # The rule is made once; arrays alone are what update sees.
     plain = {"q": {"weight": {"array": jnp.ones((8, 2, 4))}}}
     assert optax_nora.matrix_mask(plain, rules.haliax(model)) == {"q": {"weight": {"array": True}}}

@@ -329,6 +329,16 @@ def test_arguments_out_of_range(settings, message):
         nora(**{"learning_rate": 0.1, **settings})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"learning_rate": -1.0}, {"learning_rate": None}, {"adam_learning_rate": jnp.float32(-1)}],
+)
+def test_a_rate_that_is_applied_elsewhere(settings):
+    """The mend is held to what it does in tests/integration/test_wrappers.py."""
+    with pytest.raises((TypeError, ValueError), match=r"chain optax.scale\(-1.0\) behind"):
+        nora(**{"learning_rate": 0.1, **settings})
+
+
 def test_params_are_needed():
     tx = nora(0.1)
     with pytest.raises(ValueError, match="params are missing"):

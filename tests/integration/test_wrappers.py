@@ -1,5 +1,7 @@
 """What wraps an optimizer in optax wraps ours, and changes nothing but what it should."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,15 @@ class TestChain:
     def test_before_a_scale(self, params):
         tx = optax.chain(optax_nora.nora(2.0**-5), optax.scale(0.5))
         assert_same_run(tx, optax_nora.nora(2.0**-6), params)
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_before_what_applies_rate_and_sign(self, params, name):
+        """The whole model without them: rate 1, AdamW's as a multiple of it, the sign undone."""
+        make = functools.partial(OPTIMIZERS[name], weight_decay=0.125, adam_weight_decay=0.5)
+        rate, ratio = 2.0**-6, 0.25  # of two, so that each product rounds the same in any order
+        alone = optax.chain(make(1.0, adam_learning_rate=ratio), optax.scale(-1.0))
+        tx = optax.chain(alone, optax.scale_by_schedule(lambda count: rate), optax.scale(-1.0))
+        assert_same_run(tx, make(rate, adam_learning_rate=ratio * rate), params)
 
     def test_before_keep_row_norms(self, params):
         everywhere = optax_nora.by_path({})
@@ -393,6 +404,14 @@ class TestAveraging:
     def test_ema_of_updates(self, params):
         tx = optax.chain(optax_nora.nora(0.02), optax.ema(0.0))
         assert_same_run(tx, optax_nora.nora(0.02), params)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_under_a_name(params, name):
+    """As kauldron does it: `jax.named_call` wants of a function what functions have."""
+    tx = OPTIMIZERS[name](0.02)
+    named = optax.GradientTransformation(jax.named_call(tx.init), jax.named_call(tx.update))
+    assert_same_run(named, tx, params)
 
 
 class TestUpdateArguments:
