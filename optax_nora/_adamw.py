@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._checks import check_moment_dtype, check_range, require_params
+from optax_nora._checks import (
+    check_moment_dtype,
+    check_range,
+    check_transformation,
+    require_params,
+)
 from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
+from optax_nora._masks import decay_mask
 from optax_nora._routing import (
     Routes,
     WeightDimensionNumbers,
@@ -96,11 +102,10 @@ def route_to(
     parameters after the step in the place of updates.
     """
     check_range("adam_learning_rate", learning_rate, schedule=True)
-    check_range("adam_weight_decay", weight_decay)
+    check_range("adam_weight_decay", weight_decay, schedule=True)
     check_range("adam_b1", b1, high=1, below=True)
     check_range("adam_b2", b2, high=1, below=True)
     check_range("adam_eps", eps)
-    check_moment_dtype(mu_dtype)
     adamw = optax.adamw(
         learning_rate,
         b1=b1,
@@ -108,7 +113,7 @@ def route_to(
         eps=eps,
         mu_dtype=mu_dtype,
         weight_decay=weight_decay,
-        mask=weight_decay_mask,
+        mask=decay_mask(weight_decay_mask),
     )
     branches = {"matrix": matrix, "adamw": in_float32(adamw, wide_state=True)}
 
@@ -163,7 +168,7 @@ def _require_floating(leaf: Leaf, array: Any) -> Any:
 def with_adamw(
     tx: optax.GradientTransformation,
     learning_rate: ScalarOrSchedule,
-    weight_decay: Any = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     *,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -172,7 +177,7 @@ def with_adamw(
     adam_b2: Any = 0.95,
     adam_eps: Any = 1e-10,
     adam_mu_dtype: Any = None,
-    adam_weight_decay: Any = 0.0,
+    adam_weight_decay: ScalarOrSchedule = 0.0,
 ) -> StepTransformation:
     r"""Any rule for the matrices of a model, `optax.adamw` for the rest.
 
@@ -196,7 +201,7 @@ def with_adamw(
       adam_b2: decay of AdamW's second moment.
       adam_eps: AdamW's epsilon, added to the root of the second moment.
       adam_mu_dtype: dtype of AdamW's first moment. None: float32 at the least.
-      adam_weight_decay: decoupled weight decay of AdamW.
+      adam_weight_decay: decoupled weight decay of AdamW, a number or a schedule.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`.
@@ -217,9 +222,11 @@ def with_adamw(
     """
     check_range("learning_rate", learning_rate, schedule=True)
     check_range("weight_decay", weight_decay, schedule=True)
+    check_moment_dtype(adam_mu_dtype, "adam_mu_dtype")
+    check_transformation("tx", tx)
     matrix = optax.chain(
         tx,
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.add_decayed_weights(weight_decay, decay_mask(weight_decay_mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
     return route_to(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._checks import require_params
+from optax_nora._checks import check_transformation, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 
 Array = jax.Array
@@ -90,6 +90,7 @@ def with_float32_master(
     References:
       The authors' code keeps such copies for bfloat16 and float16 parameters.
     """
+    check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterState:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_nora._axes import Rows
-from optax_nora._checks import check_range
+from optax_nora._checks import check_choice, check_range
 
 Array = jax.Array
 
@@ -107,8 +107,7 @@ def row_scale_of(row_scale: str, fan_in: int, fan_out: int, base_fan_in: Any) ->
 
 def check_row_scale(row_scale: str, base_fan_in: Any) -> None:
     """Raise for a scale that is unknown or lacks its width."""
-    if row_scale not in ROW_SCALES:
-        raise ValueError(f"row_scale={row_scale!r} is unknown; take one of {', '.join(ROW_SCALES)}")
+    check_choice("row_scale", row_scale, ROW_SCALES)
     if row_scale == "width" and base_fan_in is None:
         raise ValueError(
             "row_scale='width' needs base_fan_in, the fan-in at which the learning rate was tuned"
