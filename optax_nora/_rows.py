@@ -35,13 +35,39 @@ def _divide(a: Array, b: Array) -> Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
+def _tiny(x: Array) -> float:
+    """A power of two: times this, no row's square overflows, and none that did underflows."""
+    return 2.0 ** (-5 * jnp.finfo(x.dtype).maxexp // 8)
+
+
+def _tamed(rows: Rows, h: Array, w: Array) -> tuple[Array, ...]:
+    """H and w, <h, w> and <w, w>, with rows whose squares overflow made tiny, and the power of h.
+
+    Sums of tiny rows are made in the same pass as the others: so it costs no pass of its own.
+    """
+    tiny = _tiny(w)
+    hw, ww, hh, tiny_hw, tiny_ww = rows.sums(
+        product(h, w),
+        product(w, w),
+        product(h, h),
+        product(tiny * h, tiny * w),
+        product(tiny * w, tiny * w),
+    )
+    long_h, long_w = ~jnp.isfinite(hh), ~jnp.isfinite(ww)
+    power_h, power_w = jnp.where(long_h, tiny, 1), jnp.where(long_w, tiny, 1)
+    tiny_hw = tiny_hw * jnp.where(long_h & long_w, 1, 1 / tiny)
+    hw = jnp.where(jnp.isfinite(hw), power_h * power_w * hw, tiny_hw)
+    return power_h * h, power_w * w, hw, jnp.where(long_w, tiny_ww, ww), power_h
+
+
+def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     """Rows of h without their part along w, and their squared norms, 0 where only noise is left.
 
+    Both are of h times the power of two that comes third: 1, but for rows whose square overflows.
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
-    hw, ww = rows.sums(product(h, w), product(w, w))
+    h, w, hw, ww, power = _tamed(rows, h, w)
     along = _divide(hw, ww)
     u = h - along * w
     uw, uu = rows.sums(product(u, w), product(u, u))
@@ -50,7 +76,7 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
     threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
     noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
-    return u - leak * w, jnp.where(noise, 0, square)
+    return u - leak * w, jnp.where(noise, 0, square), power
 
 
 def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
@@ -61,28 +87,39 @@ def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
 
 def project(rows: Rows, h: Array, w: Array) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square = project_twice(rows, h, w)
-    return jnp.where(square == 0, 0, u)
+    u, square, power = project_twice(rows, h, w)
+    return jnp.where(square == 0, 0, u / power)
 
 
 def normalize(rows: Rows, h: Array, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
-    (square,) = rows.sums(product(h, h))
-    return divide_by_norm(h, square, eps)
+    (square,), power = _squares(rows, h)
+    return divide_by_norm(power * h, square, power * eps)
 
 
 def project_and_normalize(rows: Rows, h: Array, w: Array, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
-    return divide_by_norm(*project_twice(rows, h, w), eps)
+    u, square, power = project_twice(rows, h, w)
+    return divide_by_norm(u, square, power * eps)
 
 
 def restore_norms(rows: Rows, update: Array, w: Array) -> Array:
     """The update that ends where w + update points, at the norm that each row of w has now."""
     end = w + update
-    ww, ee = rows.sums(product(w, w), product(end, end))
+    (ww, ee), _ = _squares(rows, w, end)
     keep = (ww > 0) & (ee > 0)
     ratio = jnp.sqrt(jnp.where(keep, ww, 1)) / jnp.sqrt(jnp.where(keep, ee, 1))
     return jnp.where(keep, ratio * end - w, update)
+
+
+def _squares(rows: Rows, *arrays: Array) -> tuple[list[Array], Array]:
+    """Squared norms of rows times a power of two: 1, but where one of them overflows."""
+    tiny = _tiny(arrays[0])
+    found = rows.sums(*(product(f * a, f * a) for f in (1, tiny) for a in arrays))
+    plain, small = found[: len(arrays)], found[len(arrays) :]
+    long = ~jnp.isfinite(sum(plain))
+    squares = [jnp.where(long, b, a) for a, b in zip(plain, small, strict=True)]
+    return squares, jnp.where(long, tiny, 1)
 
 
 ROW_SCALES = ("fan_ratio", "unit", "width", "rms")
