@@ -18,6 +18,8 @@ Array = jax.Array
 
 # A projection this small against its row, in units of rounding, is noise: see docs/numerics.md.
 NOISE = 8.0
+# Weights are times this before they are squared: rows of 1e-13 to 1e25 neither over- nor underflow.
+SHRINK = 2.0**-20
 
 
 def widen(x: Array) -> Array:
@@ -35,91 +37,70 @@ def _divide(a: Array, b: Array) -> Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _tiny(x: Array) -> float:
-    """A power of two: times this, no row's square overflows, and none that did underflows."""
-    return 2.0 ** (-5 * jnp.finfo(x.dtype).maxexp // 8)
+def _squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Array, ...]:
+    """|u|^2 times the square of a power of two, that power, and the sums of ``others``.
 
-
-def _tamed(rows: Rows, h: Array, w: Array) -> tuple[Array, ...]:
-    """H and w, <h, w> and <w, w>, with rows whose squares overflow made tiny, and the power of h.
-
-    Sums of tiny rows are made in the same pass as the others: so it costs no pass of its own.
+    The power is 1, but for rows whose ``|u|^2 + beside`` overflows. Their sums are made in the same
+    pass.
     """
-    tiny = _tiny(w)
-    hw, ww, hh, tiny_hw, tiny_ww = rows.sums(
-        product(h, w),
-        product(w, w),
-        product(h, h),
-        product(tiny * h, tiny * w),
-        product(tiny * w, tiny * w),
-    )
-    long_h, long_w = ~jnp.isfinite(hh), ~jnp.isfinite(ww)
-    power_h, power_w = jnp.where(long_h, tiny, 1), jnp.where(long_w, tiny, 1)
-    tiny_hw = tiny_hw * jnp.where(long_h & long_w, 1, 1 / tiny)
-    hw = jnp.where(jnp.isfinite(hw), power_h * power_w * hw, tiny_hw)
-    return power_h * h, power_w * w, hw, jnp.where(long_w, tiny_ww, ww), power_h
+    tiny = 2.0 ** (-5 * jnp.finfo(u.dtype).maxexp // 8)
+    uu, tiny_uu, *sums = rows.sums(product(u, u), product(tiny * u, tiny * u), *others)
+    long = ~jnp.isfinite(uu + beside)
+    return jnp.where(long, tiny_uu, uu), jnp.where(long, tiny, 1), *sums
 
 
 def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
-    """Rows of h without their part along w, and their squared norms, 0 where only noise is left.
+    """Rows of h without their part along w, squared norms, 0 where only noise is left, and powers.
 
-    Both are of h times the power of two that comes third: 1, but for rows whose square overflows.
+    The squares are those of rows times their power: see `_squares`.
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
-    h, w, hw, ww, power = _tamed(rows, h, w)
-    along = _divide(hw, ww)
+    short = SHRINK * w
+    hw, ww = rows.sums(product(h, short), product(short, short))
+    along = _divide(SHRINK * hw, ww)
     u = h - along * w
-    uw, uu = rows.sums(product(u, w), product(u, u))
-    leak = _divide(uw, ww)
-    square = uu - uw * leak
+    uu, power, uw = _squares(rows, u, product(u, short), beside=hw * along / SHRINK)
+    leak = _divide(SHRINK * uw, ww)
+    square = uu - (power * uw) * (power * leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. NaN is no noise: it goes through.
-    threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(uu + hw * along)
+    hh = uu + (power * hw) * (power * along / SHRINK)
+    threshold = NOISE * jnp.finfo(square.dtype).eps * jnp.sqrt(hh)
     noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= threshold)
     return u - leak * w, jnp.where(noise, 0, square), power
 
 
-def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
-    """``u / max(sqrt(square), eps)``, and 0 where the square is."""
+def divide_by_norm(u: Array, square: Array, eps: Any, power: Any = 1) -> Array:
+    """``u / max(|u|, eps)``, and 0 where the square is, which is that of ``power * u``."""
     norm = jnp.sqrt(jnp.where(square == 0, 1, square))
-    return jnp.where(square == 0, 0, u / jnp.maximum(norm, eps))
+    return jnp.where(square == 0, 0, power * u / jnp.maximum(norm, power * eps))
 
 
 def project(rows: Rows, h: Array, w: Array) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square, power = project_twice(rows, h, w)
-    return jnp.where(square == 0, 0, u / power)
+    u, square, _ = project_twice(rows, h, w)
+    return jnp.where(square == 0, 0, u)
 
 
 def normalize(rows: Rows, h: Array, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
-    (square,), power = _squares(rows, h)
-    return divide_by_norm(power * h, square, power * eps)
+    square, power = _squares(rows, h)
+    return divide_by_norm(h, square, eps, power)
 
 
 def project_and_normalize(rows: Rows, h: Array, w: Array, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
     u, square, power = project_twice(rows, h, w)
-    return divide_by_norm(u, square, power * eps)
+    return divide_by_norm(u, square, eps, power)
 
 
 def restore_norms(rows: Rows, update: Array, w: Array) -> Array:
     """The update that ends where w + update points, at the norm that each row of w has now."""
     end = w + update
-    (ww, ee), _ = _squares(rows, w, end)
+    ww, ee = rows.sums(*(product(SHRINK * x, SHRINK * x) for x in (w, end)))
     keep = (ww > 0) & (ee > 0)
     ratio = jnp.sqrt(jnp.where(keep, ww, 1)) / jnp.sqrt(jnp.where(keep, ee, 1))
     return jnp.where(keep, ratio * end - w, update)
-
-
-def _squares(rows: Rows, *arrays: Array) -> tuple[list[Array], Array]:
-    """Squared norms of rows times a power of two: 1, but where one of them overflows."""
-    tiny = _tiny(arrays[0])
-    found = rows.sums(*(product(f * a, f * a) for f in (1, tiny) for a in arrays))
-    plain, small = found[: len(arrays)], found[len(arrays) :]
-    long = ~jnp.isfinite(sum(plain))
-    squares = [jnp.where(long, b, a) for a, b in zip(plain, small, strict=True)]
-    return squares, jnp.where(long, tiny, 1)
 
 
 ROW_SCALES = ("fan_ratio", "unit", "width", "rms")
