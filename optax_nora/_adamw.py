@@ -1,5 +1,6 @@
 """A whole model: a rule for its matrices, AdamW for the rest."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._checks import (
+    check_holds,
     check_moment_dtype,
     check_range,
     check_transformation,
@@ -24,6 +26,7 @@ from optax_nora._routing import (
     route_tree,
 )
 from optax_nora._rows import widen
+from optax_nora._states import explained
 from optax_nora._weak_rows import warn_of_weak_rows
 
 Array = jax.Array
@@ -126,6 +129,7 @@ def route_to(
 
     def init(params: PyTree) -> PyTree:
         map_leaves(_require_floating, params)
+        map_leaves(functools.partial(check_holds, mu_dtype), params)
         check_matched(params, weight_dimension_numbers)
         tx, routes = routed(params)
         if routes and not any(routes.values()):
@@ -144,7 +148,7 @@ def route_to(
         require_params(params)
         check_paired(params, updates)
         tx, routes = routed(params)
-        with enclosing(routes):
+        with enclosing(routes), explained(tx.init, params, state):
             return tx.update(updates, state, params, **extra_args)
 
     def step(

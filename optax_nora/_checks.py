@@ -71,6 +71,17 @@ def check_moment_dtype(mu_dtype: Any, name: str = "mu_dtype") -> None:
         )
 
 
+def check_holds(mu_dtype: Any, leaf: Any, array: Any) -> Any:
+    """Raise where a moment of ``mu_dtype`` would lose a complex leaf's imaginary part."""
+    complex_leaf = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    if complex_leaf and not jnp.issubdtype(mu_dtype or leaf.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{leaf}: mu_dtype={mu_dtype!r} would lose the imaginary part of its momentum; "
+            "leave mu_dtype out, or give a complex one"
+        )
+    return array
+
+
 def check_transformation(name: str, value: Any) -> None:
     """Raise for what is no optax transformation."""
     if not isinstance(value, optax.GradientTransformation):

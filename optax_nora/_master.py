@@ -8,6 +8,7 @@ import optax
 
 from optax_nora._checks import check_transformation, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._states import explained
 
 Array = jax.Array
 
@@ -104,11 +105,12 @@ def with_float32_master(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         require_params(params)
-        full = map_leaves(_current, params, state.master)
-        wide = map_leaves(
-            lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
-        )
-        steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
+        with explained(init, params, state):
+            full = map_leaves(_current, params, state.master)
+            wide = map_leaves(
+                lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
+            )
+            steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
         master = map_leaves(lambda _, m, w, u: w + u, state.master, full, steps)
 
         def visible(_: Leaf, step: Array, param: Array, moved: Array | None) -> Array:

@@ -137,4 +137,8 @@ def _without_radial_part(
         steps = map_rows(_lose_radial_part, routes, updates, steps, params, decay)
         return steps, optax.tree.cast_like(new, state)
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params: PyTree) -> Any:
+        routes_of(params, weight_dimension_numbers)  # raises what is wrong with them
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, update)

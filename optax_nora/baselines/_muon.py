@@ -71,4 +71,8 @@ def scale_by_muon(
         # optax lets the dtype of the gradients into the state; `lax.scan` would refuse it.
         return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params: PyTree) -> Any:
+        routes_of(params, weight_dimension_numbers)  # raises what is wrong with them
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, update)
