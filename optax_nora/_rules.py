@@ -164,9 +164,9 @@ class InShardMap(Rule):
 
 def axes_of(value: Any, where: str) -> tuple[int, ...]:
     """One axis or several as a tuple of int."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
     try:
-        if isinstance(value, bool | str):
-            raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
         return (operator.index(value),)
     except TypeError:
         pass
