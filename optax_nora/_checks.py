@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 PyTree = Any
 
-
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)  # a coefficient is no more: kernels have float32
 
 
 def check_range(
@@ -35,7 +35,7 @@ def check_range(
         kinds = "a number" + " or a schedule" * schedule + " or None" * optional
         hint = "; a schedule works for learning rates, beta, momentum and weight decay alone"
         raise TypeError(f"{name}={value!r} is not {kinds}{hint if callable(value) else ''}")
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     if not low <= value <= high or (below and value == high):
         end = ")" if below else "]"

@@ -8,7 +8,7 @@ import optax
 
 from optax_nora._checks import check_transformation, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
-from optax_nora._states import explained
+from optax_nora._states import StateError, explained
 
 Array = jax.Array
 
@@ -41,7 +41,7 @@ def _current(leaf: Leaf, param: Array, master: Array | None) -> Array:
     if master is None:
         return param
     if not _is_low(param):
-        raise ValueError(
+        raise StateError(
             f"{leaf} has a float32 master, as it was of lower precision before: the updates are "
             "float32, add them by optax.apply_updates, which keeps the parameters' dtypes"
         )

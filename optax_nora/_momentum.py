@@ -75,7 +75,7 @@ def with_momentum(
                         f"{leaf} {'has' if rows is None else 'has no'} momentum in this state, "
                         "which was made under another routing; make it anew with init"
                     )
-                if rows is None:
+                if rows is None or mu is None:
                     return g
                 moved[leaf.path], out = step(leaf, rows, g, mu, w)
                 return out

@@ -11,7 +11,7 @@ from optax_nora._leaves import PyTree, is_leaf
 
 
 class StateError(ValueError):
-    """A state that was made under other settings."""
+    """A state that was made under other settings, where the error says of itself which."""
 
 
 @contextlib.contextmanager
