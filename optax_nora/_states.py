@@ -22,7 +22,8 @@ def explained(init: Callable[[PyTree], PyTree], params: PyTree, state: PyTree) -
     except StateError:
         raise
     except Exception as error:
-        with warnings.catch_warnings():
+        found = ""
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
             found = _difference(state, jax.eval_shape(init, params))
         if not found:
