@@ -1,5 +1,6 @@
 """A whole model: a rule for its matrices, AdamW for the rest."""
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._checks import (
+    check_holds,
     check_learning_rate,
     check_moment_dtype,
     check_range,
+    check_transformation,
     require_params,
 )
 from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
+from optax_nora._masks import decay_mask
 from optax_nora._routing import (
     Routes,
     WeightDimensionNumbers,
@@ -23,6 +27,7 @@ from optax_nora._routing import (
     route_tree,
 )
 from optax_nora._rows import widen
+from optax_nora._states import explained
 from optax_nora._weak_rows import warn_of_weak_rows
 
 Array = jax.Array
@@ -105,7 +110,6 @@ def route_to(
     check_range("adam_b1", b1, high=1, below=True)
     check_range("adam_b2", b2, high=1, below=True)
     check_range("adam_eps", eps)
-    check_moment_dtype(mu_dtype)
     adamw = optax.adamw(
         learning_rate,
         b1=b1,
@@ -113,7 +117,7 @@ def route_to(
         eps=eps,
         mu_dtype=mu_dtype,
         weight_decay=weight_decay,
-        mask=weight_decay_mask,
+        mask=decay_mask(weight_decay_mask),
     )
     branches: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrix,
@@ -129,6 +133,7 @@ def route_to(
 
     def init(params: PyTree) -> PyTree:
         map_leaves(_require_floating, params)
+        map_leaves(functools.partial(check_holds, mu_dtype), params)
         check_matched(params, weight_dimension_numbers)
         tx, routes = routed(params)
         if routes and not any(routes.values()):
@@ -147,7 +152,7 @@ def route_to(
         require_params(params)
         check_paired(params, updates)
         tx, routes = routed(params)
-        with enclosing(routes):
+        with enclosing(routes), explained(tx.init, params, state):
             return tx.update(updates, state, params, **extra_args)
 
     def step(
@@ -171,7 +176,7 @@ def _require_floating(leaf: Leaf, array: Any) -> Any:
 def with_adamw(
     tx: optax.GradientTransformation,
     learning_rate: ScalarOrSchedule,
-    weight_decay: Any = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     *,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -180,7 +185,7 @@ def with_adamw(
     adam_b2: Any = 0.95,
     adam_eps: Any = 1e-10,
     adam_mu_dtype: Any = None,
-    adam_weight_decay: Any = 0.0,
+    adam_weight_decay: ScalarOrSchedule = 0.0,
 ) -> StepTransformation:
     r"""Any rule for the matrices of a model, `optax.adamw` for the rest.
 
@@ -204,7 +209,7 @@ def with_adamw(
       adam_b2: decay of AdamW's second moment.
       adam_eps: AdamW's epsilon, added to the root of the second moment.
       adam_mu_dtype: dtype of AdamW's first moment. None: float32 at the least.
-      adam_weight_decay: decoupled weight decay of AdamW.
+      adam_weight_decay: decoupled weight decay of AdamW, a number or a schedule.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`.
@@ -225,9 +230,11 @@ def with_adamw(
     """
     check_learning_rate("learning_rate", learning_rate)
     check_range("weight_decay", weight_decay, schedule=True)
+    check_moment_dtype(adam_mu_dtype, "adam_mu_dtype")
+    check_transformation("tx", tx)
     matrix = optax.chain(
         tx,
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.add_decayed_weights(weight_decay, decay_mask(weight_decay_mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
     return route_to(

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_nora._axes import Rows, mesh_axes
 from optax_nora._blocks import Blocks, block_size
+from optax_nora._checks import check_choice
 from optax_nora._rows import project_and_normalize
 from optax_nora._step import Coefficients, Direction, by_xla
 
@@ -27,8 +28,7 @@ FAST_FLOAT64 = ("8.0", "9.0", "10.0")
 
 def check_backend(backend: str) -> None:
     """Raise for a backend that is unknown, or that this jax does not have."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; take one of {', '.join(BACKENDS)}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "pallas" and _kernels() is None:
         raise ValueError(
             f"backend='pallas' needs the Triton backend of Pallas, and jax {jax.__version__} has "

@@ -86,7 +86,7 @@ def project_and_orthonormalize(
     if block_size(h.shape, rows, block_rows) <= 1:
         return project_and_normalize(rows, h, w, eps)
     even, power = _even(h, rows)
-    u, square = project_twice(rows, even, w)
+    u, square, _ = project_twice(rows, even, w)  # even rows are short
     mixed = mix(divide_by_norm(u, square, 0), rows, block_rows)
     return project_and_normalize(rows, mixed, w, 0) * _shortfall(square, power, eps)
 

@@ -4,8 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from optax_nora._axes import Rows
+from optax_nora._checks import check_range
 from optax_nora._leaves import Leaf, PyTree, map_leaves
 from optax_nora._routing import WeightDimensionNumbers, routes_of
 from optax_nora._rows import product, project, widen
@@ -77,11 +80,12 @@ def row_geometry(
       >>> float(rows.radial_mean), float(rows.norm_mean)
       (0.0, 5.0)
     """
+    check_range("eps", eps)
     routes = routes_of(params, weight_dimension_numbers, whole_model=True)
     found: dict[str, RowGeometry] = {}
 
     def measure(leaf: Leaf, *arrays: Array) -> Array:
-        if (rows := routes[leaf.path]) is not None:
+        if (rows := routes[leaf.path]) is not None and leaf.size:
             # a/b is a, b or a/b
             name = str(leaf.path) if leaf.slashed in found else leaf.slashed
             found[name] = _measure(rows, eps, *map(widen, arrays))
@@ -136,6 +140,9 @@ def equilibrium_row_norm(learning_rate: Any, weight_decay: Any, row_scale: Any =
     Returns:
       The norm, of the arguments' shape.
 
+    Raises:
+      ValueError: if weight decay is not above 0, or its product with the rate not below 2.
+
     Examples:
       >>> import optax_nora
       >>> round(float(optax_nora.equilibrium_row_norm(0.02, 0.1)), 4)
@@ -145,5 +152,14 @@ def equilibrium_row_norm(learning_rate: Any, weight_decay: Any, row_scale: Any =
       The identity :math:`|w'_i|^2 = (1 - \eta\lambda)^2 |w_i|^2 + (\eta s)^2`, which holds as the
       direction is a unit vector across :math:`w_i`.
     """
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+            raise TypeError(f"{name}={value!r} is not a number or an array")
     decay = weight_decay * (2 - learning_rate * weight_decay)
+    traced = isinstance(decay, Tracer)
+    if not traced and not (np.all(np.asarray(weight_decay) > 0) and np.all(np.asarray(decay) > 0)):
+        raise ValueError(
+            f"learning_rate={learning_rate} and weight_decay={weight_decay} balance at no norm: "
+            "decay is to be above 0, and their product below 2"
+        )
     return jnp.sqrt(learning_rate * row_scale**2 / decay)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from optax_nora._axes import Rows
+from optax_nora._checks import LARGEST
 from optax_nora._rows import NOISE
 from optax_nora._step import Coefficients
 
@@ -30,6 +31,7 @@ Ref = Any
 SUMS_TILE = (64, 128)
 WRITE_TILE = (8, 256)
 LONGEST = 16384  # weights of a row along the last axis: one program holds them in registers
+TINY = 2.0**-160  # times this, the square of a float32 is one
 MOST_BATCHES = 65535  # of CUDA's third grid axis
 
 
@@ -116,7 +118,8 @@ def _first(
         out_shape=[_like(w, (batch, parts, 6, rows), jnp.float32)],
     )
     with jax.enable_x64(True):
-        total = jnp.sum(_double(found[:, :, 0::2]) + _double(found[:, :, 1::2]), axis=1)
+        high, low = _double(found[:, :, 0::2]), _double(found[:, :, 1::2])
+        total = jnp.sum(jnp.where(jnp.isinf(high), low / TINY, high + low), axis=1)
         along, factor = _finish(Coefficients(*coefficients), *(total[:, k] for k in range(3)))
         # Not `_halves`: XLA drops a rounding that is undone at once, and low would be 0.
         high = jax.lax.reduce_precision(along, exponent_bits=8, mantissa_bits=23)
@@ -189,7 +192,10 @@ def _sums_kernel(coefficients: Ref, g: Ref, mu: Ref, w: Ref, sums: Ref, *, stati
     part, at, of_panel, inside, in_panel = _tile(static)
     _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, static)
     for k, total in enumerate(_sums(h, wide, axis=0)):
-        for j, half in enumerate(_halves(total)):
+        high, low = _halves(total)
+        with jax.enable_x64(True):  # a total past float32 is in the second half alone
+            low = jnp.where(jnp.isinf(high), _single(TINY * total), low)
+        for j, half in enumerate((high, low)):
             triton.store(of_panel(sums, part, 2 * k + j + 0 * part), half, mask=in_panel)
 
 
@@ -301,6 +307,7 @@ def _finish(c: Coefficients, hw: Array, ww: Array, hh: Array) -> tuple[Array, Ar
     """<h, w> / |w|^2 in float64, and row_scale / |u|, which is 0 where u is rounding noise."""
     with jax.enable_x64(True):
         along = jnp.where(ww > 0, hw / jnp.where(ww > 0, ww, 1.0), 0.0)
+        along = jnp.where(jnp.abs(along) > LARGEST, 0.0, along)  # beside h, w is nothing
         square = hh - hw * along
         least = NOISE * float(jnp.finfo(jnp.float32).eps) * jnp.sqrt(hh)
         noise = (square <= 0) | (jnp.sqrt(jnp.abs(square)) <= least)

@@ -138,7 +138,7 @@ def _is_box(node: Any) -> bool:
     return hasattr(type(node), "add_axis") and hasattr(type(node), "remove_axis")
 
 
-def _is_leaf(node: Any) -> bool:
+def is_leaf(node: Any) -> bool:
     # Where `optax.masked` took a leaf out, its path still counts.
     return _is_box(node) or isinstance(node, optax.MaskedNode)
 
@@ -151,11 +151,11 @@ def path_of(key_path: tuple[Any, ...]) -> Path:
 
 
 def nodes_with_paths(
-    tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False
+    tree: PyTree, also: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[tuple[Path, Any]], Any]:
-    """The leaves of ``tree`` with their paths, boxes taken as leaves, and the structure."""
+    """The leaves of ``tree``, boxes and what is one ``also``, with paths; and the structure."""
     nodes, treedef = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: _is_leaf(node) or is_leaf(node)
+        tree, is_leaf=lambda node: is_leaf(node) or also(node)
     )
     return [(path_of(path), node) for path, node in nodes], treedef
 

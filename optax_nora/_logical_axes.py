@@ -139,5 +139,7 @@ def from_logical_axes(
     if not found and jax.tree.leaves(params):
         warnings.warn("no leaf carries logical axis names: all take the default", stacklevel=2)
     given = {"batch": batch_axes, "joint": joint_axes, "feature": feature_axes, "adamw": adamw_axes}
+    if strings := [names for names in given.values() if isinstance(names, str)]:
+        raise TypeError(f"from_logical_axes: {strings[0]!r} is a string; give a tuple of names")
     kinds = {name: kind for kind, names in given.items() for name in names}
     return LogicalAxes(Frozen(found), Frozen(kinds))

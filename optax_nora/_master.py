@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._checks import require_params
+from optax_nora._checks import check_transformation, require_params
 from optax_nora._leaves import Leaf, PyTree, map_leaves
+from optax_nora._states import StateError, explained
 
 Array = jax.Array
 
@@ -40,7 +41,7 @@ def _current(leaf: Leaf, param: Array, master: Array | None) -> Array:
     if master is None:
         return param
     if not _is_low(param):
-        raise ValueError(
+        raise StateError(
             f"{leaf} has a float32 master, as it was of lower precision before: the updates are "
             "float32, add them by optax.apply_updates, which keeps the parameters' dtypes"
         )
@@ -90,6 +91,7 @@ def with_float32_master(
     References:
       The authors' code keeps such copies for bfloat16 and float16 parameters.
     """
+    check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterState:
@@ -103,11 +105,12 @@ def with_float32_master(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         require_params(params)
-        full = map_leaves(_current, params, state.master)
-        wide = map_leaves(
-            lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
-        )
-        steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
+        with explained(init, params, state):
+            full = map_leaves(_current, params, state.master)
+            wide = map_leaves(
+                lambda _, g, m: g if m is None else g.astype(jnp.float32), updates, state.master
+            )
+            steps, inner_state = inner.update(wide, state.inner_state, full, **extra_args)
         master = map_leaves(lambda _, m, w, u: w + u, state.master, full, steps)
 
         def visible(_: Leaf, step: Array, param: Array, moved: Array | None) -> Array:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
-from optax_nora._checks import check_moment_dtype, check_range, require_params
+from optax_nora._checks import check_holds, check_moment_dtype, check_range, require_params
 from optax_nora._leaves import Leaf, Path, PyTree, map_leaves
 from optax_nora._routing import WeightDimensionNumbers, routes_of
+from optax_nora._states import StateError, explained
 from optax_nora._step import Coefficients, Direction, look_ahead, one_minus
 
 Array = jax.Array
@@ -39,13 +40,8 @@ def zero_momentum(
     def zeros(leaf: Leaf, param: Array) -> Any:
         if routes[leaf.path] is None:
             return optax.MaskedNode()
-        dtype = jnp.result_type(param) if mu_dtype is None else mu_dtype
-        if jnp.iscomplexobj(param) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"{leaf}: mu_dtype={mu_dtype!r} would lose the imaginary part of its momentum; "
-                "leave mu_dtype out, or give a complex one"
-            )
-        return jnp.zeros_like(param, dtype=dtype)
+        check_holds(mu_dtype, leaf, param)
+        return jnp.zeros_like(param, dtype=jnp.result_type(param) if mu_dtype is None else mu_dtype)
 
     return map_leaves(zeros, params)
 
@@ -67,25 +63,27 @@ def with_momentum(
         updates: PyTree, state: Any, params: PyTree = None, **told: Any
     ) -> tuple[PyTree, MomentumState]:
         require_params(params)
-        routes = routes_of(params, weight_dimension_numbers)
-        step = make_step(state.count, params, **told)
-        moved: dict[Path, Array] = {}
+        with explained(init, params, state):
+            routes = routes_of(params, weight_dimension_numbers)
+            step = make_step(state.count, params, **told)
+            moved: dict[Path, Array] = {}
 
-        def one(leaf: Leaf, g: Array, mu: Array | None, w: Array) -> Array:
-            rows = routes[leaf.path]
-            if (rows is None) != (mu is None):
-                raise ValueError(
-                    f"{leaf} {'has' if rows is None else 'has no'} momentum in this state, which "
-                    "was made under another routing; make it anew with init"
-                )
-            if rows is None or mu is None:
-                return g
-            moved[leaf.path], out = step(leaf, rows, g, mu, w)
-            return out
+            def one(leaf: Leaf, g: Array, mu: Array | None, w: Array) -> Array:
+                rows = routes[leaf.path]
+                if (rows is None) != (mu is None):
+                    raise StateError(
+                        f"{leaf} {'has' if rows is None else 'has no'} momentum in this state, "
+                        "which was made under another routing; make it anew with init"
+                    )
+                if rows is None or mu is None:
+                    return g
+                moved[leaf.path], out = step(leaf, rows, g, mu, w)
+                return out
 
-        updates = map_leaves(one, updates, state.mu, params)
-        mu = map_leaves(lambda leaf, old: moved[leaf.path].astype(old.dtype), state.mu)
-        return updates, MomentumState(mu, optax.safe_increment(state.count) if counted else None)
+            updates = map_leaves(one, updates, state.mu, params)
+            mu = map_leaves(lambda leaf, old: moved[leaf.path].astype(old.dtype), state.mu)
+            count = optax.safe_increment(state.count) if counted else None
+        return updates, MomentumState(mu, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -10,9 +10,10 @@ from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
 from optax_nora._blocks import direction_of
 from optax_nora._checks import check_learning_rate, check_range
-from optax_nora._leaves import Leaf, Path, PyTree, map_leaves
+from optax_nora._leaves import Leaf, PyTree, array_of, nodes_with_paths
+from optax_nora._masks import decay_mask
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
-from optax_nora._routing import WeightDimensionNumbers, is_function
+from optax_nora._routing import WeightDimensionNumbers
 from optax_nora._rows import check_row_scale, row_scale_of
 from optax_nora._step import Coefficients, Direction, one_minus
 
@@ -102,6 +103,7 @@ def _matrices(
     check_range("weight_decay", weight_decay, schedule=True)
     check_row_scale(row_scale, base_fan_in)
     check_backend(backend)
+    mask = decay_mask(weight_decay_mask)
 
     def make_step(
         count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
@@ -110,7 +112,8 @@ def _matrices(
             x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, momentum)
         )
         scale = 1.0 if grad_scale is None else grad_scale
-        decays = _decays(params, weight_decay_mask)
+        nodes = () if mask is None else nodes_with_paths(mask(params))[0]
+        still = {path for path, node in nodes if array_of(node) is False}
 
         def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
             fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
@@ -122,7 +125,7 @@ def _matrices(
                 one_minus_ahead=one_minus(m),
                 eps=eps,
                 row_scale=row_scale_of(row_scale, *fans, base_fan_in),
-                weight_decay=decay if decays[leaf.path] else 0.0,
+                weight_decay=0.0 if leaf.path in still else decay,
                 learning_rate=lr,
             )
             one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
@@ -131,20 +134,6 @@ def _matrices(
         return step
 
     return with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
-
-
-def _decays(params: PyTree, mask: Any) -> dict[Path, Any]:
-    """Whether each leaf decays, by its path."""
-    mask = True if mask is None else mask(params) if is_function(mask) else mask
-    whole = jax.tree.map(lambda yes, leaves: jax.tree.map(lambda _: yes, leaves), mask, params)
-    decays = {}
-
-    def note(leaf: Leaf, yes: Any) -> Any:
-        decays[leaf.path] = yes
-        return yes
-
-    map_leaves(note, whole)
-    return decays
 
 
 def nora(
@@ -184,11 +173,12 @@ def nora(
     Args:
       learning_rate: :math:`\eta`, a number or a schedule. Where something else applies rate and
         sign: docs/frameworks.md, under big_vision.
-      beta: decay of the momentum, in [0, 1).
-      momentum: weight of the momentum in the look-ahead. None: the same as beta, as in the authors'
-        code. 1.0: no look-ahead, as in the paper.
+      beta: decay of the momentum, in [0, 1), a number or a schedule.
+      momentum: weight of the momentum in the look-ahead, likewise. None: the same as beta, as in
+        the authors' code. 1.0: no look-ahead, as in the paper.
       eps: the norm under which a row is no longer made a unit vector.
-      weight_decay: :math:`\lambda` for the matrices, multiplied by the learning rate.
+      weight_decay: :math:`\lambda` for the matrices, multiplied by the learning rate; a number or
+        a schedule.
       weight_decay_mask: a tree, a prefix tree or a function of the parameters that gives booleans:
         which leaves decay, in both branches.
       mu_dtype: dtype that first moments are stored in. None: the parameter's for matrices, float32
@@ -208,7 +198,7 @@ def nora(
       adam_b1: decay of AdamW's first moment.
       adam_b2: decay of AdamW's second moment.
       adam_eps: AdamW's epsilon, added to the root of the second moment.
-      adam_weight_decay: decoupled weight decay of AdamW.
+      adam_weight_decay: decoupled weight decay of AdamW, a number or a schedule.
       backend: ``"auto"``, kernels where they are faster: on NVIDIA's A100, H100, H200 and B200;
         ``"pallas"``, kernels everywhere, interpreted where there is no GPU; ``"xla"``, none.
         Kernels are for float32, bfloat16 and float16 leaves whose reduction axes are neighbours;

@@ -44,6 +44,9 @@ Routes = Mapping[Path, Rows | None]  # None where a leaf is no matrix
 WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree], PyTree] | None
 
 
+_MAKERS = ("optax_nora._rules", "optax_nora.rules")  # of rules, by functions to be called first
+
+
 def is_function(given: Any) -> bool:
     """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
     leaves = jax.tree.leaves(given)
@@ -57,6 +60,10 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
         return default
     if isinstance(given, Rule | MuonDimensionNumbers):
         return one_rule(given, "weight_dimension_numbers is")
+    if getattr(given, "__module__", "") in _MAKERS or isinstance(given, type):
+        raise ValueError(
+            f"weight_dimension_numbers is {given.__name__} itself; call it: {given.__name__}(...)"
+        )
     if is_function(given):
         return as_rule(given(tree), default, tree)
     nodes = nodes_with_paths(given, _is_spec)[0]

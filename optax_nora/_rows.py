@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_nora._axes import Rows
-from optax_nora._checks import check_range
+from optax_nora._checks import check_choice, check_range
 
 Array = jax.Array
 
 # A projection this small against its row, in units of rounding, is noise: see docs/numerics.md.
 NOISE = 8.0
+# Weights are times this before they are squared: rows of 1e-13 to 1e25 neither over- nor underflow.
+SHRINK = 2.0**-20
 
 
 def widen(x: Array) -> Array:
@@ -30,53 +32,70 @@ def product(a: Array, b: Array) -> Array:
     return jnp.real(a * jnp.conj(b)) if jnp.iscomplexobj(a) else a * b
 
 
-def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array]:
-    """Rows of h without their part along w, and their squared norms, 0 where only noise is left.
+def _squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Array, ...]:
+    """|u|^2 times the square of a power of two, that power, and the sums of ``others``.
 
+    The power is 1, but for rows whose ``|u|^2 + beside`` overflows. Their sums are made in the same
+    pass.
+    """
+    tiny = 2.0 ** (-5 * jnp.finfo(u.dtype).maxexp // 8)
+    uu, tiny_uu, *sums = rows.sums(product(u, u), product(tiny * u, tiny * u), *others)
+    long = ~jnp.isfinite(uu + beside)
+    return jnp.where(long, tiny_uu, uu), jnp.where(long, tiny, 1), *sums
+
+
+def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
+    """Rows of h without their part along w, squared norms, 0 where only noise is left, and powers.
+
+    The squares are those of rows times their power: see `_squares`.
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
-    hw, ww = rows.sums(product(h, w), product(w, w))
+    short = SHRINK * w
+    hw, ww = rows.sums(product(h, short), product(short, short))
     ww = jnp.where(ww > 0, ww, jnp.inf)  # nothing is along a row of 0
-    along = hw / ww  # no product with 1 / ww: where that is computed again, it may round otherwise
+    # No product with 1 / ww: where that is computed again, it may round otherwise.
+    along = SHRINK * hw / ww
     u = h - along * w
-    uw, uu = rows.sums(product(u, w), product(u, u))
-    leak = uw / ww
-    square = uu - uw * leak
+    uu, power, uw = _squares(rows, u, product(u, short), beside=hw * along / SHRINK)
+    leak = SHRINK * uw / ww
+    square = uu - (power * uw) * (power * leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
     # ones scaled down underflow. NaN is no noise: it goes through.
-    noise = square * (NOISE * jnp.finfo(square.dtype).eps) ** -2 <= uu + hw * along
-    return u - leak * w, jnp.where(noise, 0, square)
+    hh = uu + (power * hw) * (power * along / SHRINK)
+    noise = square * (NOISE * jnp.finfo(square.dtype).eps) ** -2 <= hh
+    return u - leak * w, jnp.where(noise, 0, square), power
 
 
-def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
-    """``u / max(sqrt(square), eps)``, and 0 where the square is."""
+def divide_by_norm(u: Array, square: Array, eps: Any, power: Any = 1) -> Array:
+    """``u / max(|u|, eps)``, and 0 where the square is, which is that of ``power * u``."""
     # Infinity in the place of 0, and before the root, whose derivative is then finite too.
     norm = jnp.sqrt(jnp.where(square == 0, jnp.inf, square))
-    return u / jnp.maximum(norm, eps)
+    return power * u / jnp.maximum(norm, power * eps)
 
 
 def project(rows: Rows, h: Array, w: Array) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square = project_twice(rows, h, w)
+    u, square, _ = project_twice(rows, h, w)
     return jnp.where(square == 0, 0, u)
 
 
 def normalize(rows: Rows, h: Array, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
-    (square,) = rows.sums(product(h, h))
-    return divide_by_norm(h, square, eps)
+    square, power = _squares(rows, h)
+    return divide_by_norm(h, square, eps, power)
 
 
 def project_and_normalize(rows: Rows, h: Array, w: Array, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
-    return divide_by_norm(*project_twice(rows, h, w), eps)
+    u, square, power = project_twice(rows, h, w)
+    return divide_by_norm(u, square, eps, power)
 
 
 def restore_norms(rows: Rows, update: Array, w: Array) -> Array:
     """The update that ends where w + update points, at the norm that each row of w has now."""
     end = w + update
-    ww, ee = rows.sums(product(w, w), product(end, end))
+    ww, ee = rows.sums(*(product(SHRINK * x, SHRINK * x) for x in (w, end)))
     keep = (ww > 0) & (ee > 0)
     ratio = jnp.sqrt(jnp.where(keep, ww, 1)) / jnp.sqrt(jnp.where(keep, ee, 1))
     return jnp.where(keep, ratio * end - w, update)
@@ -104,8 +123,7 @@ def row_scale_of(row_scale: str, fan_in: int, fan_out: int, base_fan_in: Any) ->
 
 def check_row_scale(row_scale: str, base_fan_in: Any) -> None:
     """Raise for a scale that is unknown or lacks its width."""
-    if row_scale not in ROW_SCALES:
-        raise ValueError(f"row_scale={row_scale!r} is unknown; take one of {', '.join(ROW_SCALES)}")
+    check_choice("row_scale", row_scale, ROW_SCALES)
     if row_scale == "width" and base_fan_in is None:
         raise ValueError(
             "row_scale='width' needs base_fan_in, the fan-in at which the learning rate was tuned"

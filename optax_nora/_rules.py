@@ -164,13 +164,13 @@ class InShardMap(Rule):
 
 def axes_of(value: Any, where: str) -> tuple[int, ...]:
     """One axis or several as a tuple of int."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
     try:
         return (operator.index(value),)
     except TypeError:
         pass
     try:
-        if isinstance(value, str):
-            raise TypeError
         return tuple(operator.index(axis) for axis in value)
     except TypeError:
         raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int") from None
@@ -376,6 +376,9 @@ def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | No
     specs, _ = jax.tree_util.tree_flatten_with_path(
         partition_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
+    for _, spec in specs:
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(f"in_shard_map: {spec!r:.80} is no jax.sharding.PartitionSpec")
     return InShardMap(
         one_rule(rule, "in_shard_map: rule is"),
         Frozen((path_of(path), spec) for path, spec in specs),

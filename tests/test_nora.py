@@ -312,7 +312,10 @@ def test_trees(params):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learning_rate": -0.1}, r"learning_rate=-0.1 is out of range: it lies in \[0, inf\)"),
+        (
+            {"learning_rate": -0.1},
+            r"learning_rate=-0.1 is out of range: it lies in \[0, 3.4e\+38\]",
+        ),
         ({"weight_decay": -1}, "weight_decay=-1 is out of range"),
         ({"adam_learning_rate": -1}, "adam_learning_rate=-1 is out of range"),
         ({"adam_weight_decay": -1}, "adam_weight_decay=-1 is out of range"),

@@ -184,7 +184,7 @@ def test_empty_trees():
         (MuonDimensionNumbers("0", 1), r"reduction_axis='0' is no axis"),
         (MuonDimensionNumbers(0, (1, None)), r"output_axis=\(1, None\) is no axis"),
         ({"up": MuonDimensionNumbers(0.5, 1)}, r"reduction_axis=0.5 is no axis"),
-        (stacked, "stacked: rule is"),
+        (stacked, "stacked itself; call it"),
         (jnp.zeros(()), "functions for schedules"),  # what inject_hyperparams makes of a function
     ],
 )

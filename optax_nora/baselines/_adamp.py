@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
-from optax_nora._checks import check_range, require_params
+from optax_nora._checks import check_moment_dtype, check_range, require_params
 from optax_nora._leaves import PyTree
+from optax_nora._masks import decay_mask
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
 from optax_nora._rows import product, project, widen
 
@@ -54,6 +55,7 @@ def scale_by_adamp(
     check_range("b1", b1, high=1, below=True)
     check_range("b2", b2, high=1, below=True)
     check_range("eps", eps)
+    check_moment_dtype(mu_dtype)
     adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
     return _without_radial_part(adam, weight_decay, weight_decay_mask, weight_dimension_numbers)
 
@@ -92,6 +94,7 @@ def scale_by_sgdp(
     """
     check_range("beta", beta, high=1, below=True)
     check_range("weight_decay", weight_decay)
+    check_moment_dtype(mu_dtype)
     sgd = optax.trace(beta, nesterov=nesterov, accumulator_dtype=mu_dtype)
     decay = weight_decay / (1 - beta)
     return _without_radial_part(sgd, decay, weight_decay_mask, weight_dimension_numbers)
@@ -123,7 +126,7 @@ def _without_radial_part(
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
     check_range("weight_decay", weight_decay)
-    decayed = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+    decayed = optax.add_decayed_weights(weight_decay, decay_mask(weight_decay_mask))
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         require_params(params)
@@ -134,4 +137,8 @@ def _without_radial_part(
         steps = map_rows(_lose_radial_part, routes, updates, steps, params, decay)
         return steps, optax.tree.cast_like(new, state)
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params: PyTree) -> Any:
+        routes_of(params, weight_dimension_numbers)  # raises what is wrong with them
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, update)

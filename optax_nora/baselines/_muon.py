@@ -7,6 +7,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._axes import Rows
+from optax_nora._checks import check_moment_dtype, check_range
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
 from optax_nora.baselines._whole import require_whole
@@ -41,6 +42,9 @@ def scale_by_muon(
     References:
       `optax.contrib.scale_by_muon`.
     """
+    check_range("beta", beta, high=1, below=True)
+    check_range("eps", eps)
+    check_moment_dtype(mu_dtype)
 
     def numbers(tree: PyTree) -> PyTree:
         def spec(rows: Rows, _: Any) -> MuonDimensionNumbers:
@@ -67,4 +71,8 @@ def scale_by_muon(
         # optax lets the dtype of the gradients into the state; `lax.scan` would refuse it.
         return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
 
-    return optax.GradientTransformation(inner.init, update)
+    def init(params: PyTree) -> Any:
+        routes_of(params, weight_dimension_numbers)  # raises what is wrong with them
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, update)
