@@ -480,8 +480,6 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     # The same sums in another order, times conditions of under 100.
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
     found = collectives(function, *placed)
-    if kind is AxisType.Auto and neighbours:
-        return  # the compiler's choice: it gathers
     # Of a row: its part of the Gram matrix, its greatest entry, <u, u> and <d, d>; with project
     # <h, w>, <w, w>, <u, w>, <u, u>, and these again of d.
     last = split_rows % 8
