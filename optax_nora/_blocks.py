@@ -49,7 +49,14 @@ QUINTICS = (
 
 def block_size(shape: tuple[int, ...], rows: Rows, block_rows: int) -> int:
     """Rows in a block: not more than a matrix has, nor than can be orthonormal."""
-    return min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
+    size = min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
+    if size > 1 and math.prod(map(jax.lax.axis_size, rows.inner_mesh)) > 1:
+        raise ValueError(
+            f"block_rows={block_rows}: in_shard_map splits a matrix over {rows.inner_mesh}, by "
+            f"another output axis than the first of {rows.output}, so that no device holds "
+            "consecutive rows; split the first one alone, or make the others batch axes"
+        )
+    return size
 
 
 def orthonormalize(rows: Rows, u: Array, block_rows: int, eps: Any) -> Array:
@@ -184,7 +191,9 @@ def _mix_axis(u: Array, rows: Rows, size: int) -> Array:
     # A block straddles devices: each mixes all blocks of which it holds a row.
     start = jax.lax.axis_index(rows.output_mesh) * held
     devices = math.prod(jax.lax.axis_size(name) for name in rows.output_mesh)
-    before, after = _neighbours(u, axis, size - 1, rows.output_mesh, devices)
+    # Parts and blocks begin at multiples of what divides both: so far is no block's other end.
+    far = size - math.gcd(held, size)
+    before, after = _neighbours(u, axis, far, rows.output_mesh, devices)
     blocks = max(-(-(k * held % size + held) // size) for k in range(devices))
     rest = jnp.zeros_like(u, shape=(*u.shape[:axis], size * blocks, *u.shape[axis + 1 :]))
     near = jnp.concatenate([before, u, after, rest], axis)

@@ -43,7 +43,7 @@ def by_parts(
                 in_specs=specs,
                 out_specs=spec,
                 axis_names=explicit,
-                check_vma=False,  # kernels don't know
+                check_vma=part is plain,  # kernels don't know what varies
             )
             placed = [NamedSharding(sharding.mesh, spec) for spec in specs]
             out = function(*map(jax.sharding.reshard, operands, placed))
@@ -93,7 +93,8 @@ def _split(
     rows: Rows, sharding: Any, shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[Rows, PartitionSpec]:
     """Where each device holds its part, and the rows of that; an uneven axis it holds whole."""
-    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    given = getattr(sharding, "spec", ())  # none where the program has no mesh: all is whole then
+    spec = (*given, *(None,) * (len(shape) - len(given)))
 
     def divides(axis: int) -> bool:
         parts = [sharding.mesh.shape[name] for name in mesh_axes(spec, (axis,))]
