@@ -148,7 +148,7 @@ def _by_kernel(
 
 def _whole(rows: Rows, direction: Direction, shape: tuple[int, ...]) -> bool:
     """Whether a device's part of a leaf, of such a shape, has whole rows and blocks."""
-    if rows.reduction_mesh or not isinstance(direction, Blocks) or not rows.output_mesh:
+    if not isinstance(direction, Blocks) or not rows.output_mesh:
         return not rows.reduction_mesh
     held = math.prod(shape[axis] for axis in rows.output)
-    return held % block_size(shape, rows, direction.block_rows) == 0
+    return not rows.reduction_mesh and held % block_size(shape, rows, direction.block_rows) == 0

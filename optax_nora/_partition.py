@@ -84,8 +84,12 @@ def _partitioned(
         names = f"{', '.join(of)} -> {', '.join([axes] * len(results))}"
         return names, {"need_replication_factors": replicated}
 
+    def infer(mesh: Any, operands: Any, results: Any) -> Any:  # the same, where Shardy is off
+        del mesh
+        return jax.tree.map(lambda _: operands[like].sharding, results)
+
     function = custom_partitioning(part(rows))
-    function.def_partition(partition, sharding_rule=rule)
+    function.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     return function
 
 

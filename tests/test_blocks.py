@@ -574,8 +574,16 @@ def test_vmap_and_derivatives_on_a_mesh(spec, kind):
         np.testing.assert_allclose(jax.jit(derivative)(placed), want, atol=1000 * EPS)
 
 
-@pytest.mark.parametrize("around", ["scan", "cond", "checkpoint", "set_mesh", "eager"])
-def test_control_flow_on_an_auto_mesh(around):
+SHARDY = "jax_use_shardy_partitioner"
+AROUND = ["scan", "cond", "checkpoint", "set_mesh", "eager"]
+AROUND += ["older partitioner"] if hasattr(jax.config, SHARDY) else []
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_around_it_on_an_auto_mesh(around, request):
+    if around == "older partitioner":
+        request.addfinalizer(lambda: jax.config.update(SHARDY, True))
+        jax.config.update(SHARDY, False)
     rows, u = Rows((0,), (1,)), normal(24, 40)
     placed = jax.device_put(u, at(P(None, "model"), AxisType.Auto))
 
