@@ -129,47 +129,43 @@ SENT = {  # blocks of 16 of 48 rows: what their parts on four or two devices sen
 }
 
 
-def step_of(name, backend):
-    """A function of g and w to the update or the new weight, and the error of its directions."""
-    settings = {"block_rows": 16, "project": False, "weight_dimension_numbers": NUMBERS}
-    match name:
-        case "nora":
-            tx = optax_nora.nora(0.1, backend=backend, **settings)
-        case "scale_by_nora":
-            tx = optax_nora.scale_by_nora(**settings)
-        case "row_orthonormalize":
-            tx = optax_nora.row_orthonormalize(16, weight_dimension_numbers=NUMBERS)
+def outputs(backend):
+    """A function of g and w to what each optimizer with blocks makes of them."""
+    numbers = {"weight_dimension_numbers": NUMBERS}
+    settings = {"block_rows": 16, "project": False} | numbers
+    nora = optax_nora.nora(0.1, backend=backend, **settings)
+    parts = [optax_nora.scale_by_nora(**settings), optax_nora.row_orthonormalize(16, **numbers)]
 
-    def update(g, w):
-        return tx.update(g, tx.init(w), w)[0]
+    def function(g, w):
+        updates = [tx.update(g, tx.init(w), w)[0] for tx in (nora, *parts)]
+        return [nora.step(g, nora.init(w), w)[0], *updates]
 
-    return update if name != "nora" else lambda g, w: (update(g, w), tx.step(g, tx.init(w), w)[0])
+    return jax.jit(function)
 
 
+@every_backend
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", SENT)
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [("nora", "xla"), ("nora", "pallas"), ("scale_by_nora", "xla"), ("row_orthonormalize", "xla")],
-)
-def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(name, backend, spec, kind):
+def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(spec, kind, backend):
     """Whole blocks by kernels on each device, split rows and blocks by XLA."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType[kind],) * 2)
     g, w = (tree(seed, {"w": (4, 32, 48)}) for seed in (0, 1))
-    function = jax.jit(step_of(name, backend))
-    placed = jax.device_put((g, w), NamedSharding(mesh, spec))
-    rate = 0.1 if name == "nora" else 1.0
+    function, placed = outputs(backend), jax.device_put((g, w), NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         got = function(*placed)
         program = function.lower(*placed).compile().as_text()
-    close(jax.device_get(got), function(g, w), of_steps(32, rate, 1) + rate * KERNEL[backend])
+    stepped, update, *parts = zip(jax.device_get(got), function(g, w), strict=True)
+    for pair in (stepped, update):
+        close(*pair, of_steps(32, 0.1, 1) + 0.1 * KERNEL[backend])
+    for pair in parts:
+        close(*pair, of_steps(32, 1, 1))
     for x in jax.tree.leaves(got):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     assert set(re.findall(rf" ({kinds})(?:-start)?\(", program)) == SENT[spec]
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@every_backend
 def test_rows_that_do_not_follow_each_other_have_no_blocks(backend):
     """Inside a shard_map, where nothing can be moved for it."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
