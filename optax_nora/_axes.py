@@ -19,12 +19,15 @@ class Rows(NamedTuple):
       output: the axes that number the rows of one matrix (fan-out); all others are batch axes.
       reduction_mesh: mesh axes that split the reduction axes, inside `jax.shard_map`.
       output_mesh: mesh axes that split the output axes, inside `jax.shard_map`.
+      inner_mesh: those of them that split other output axes than the first: then a device's rows
+        do not follow each other.
     """
 
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     reduction_mesh: tuple[str, ...] = ()
     output_mesh: tuple[str, ...] = ()
+    inner_mesh: tuple[str, ...] = ()
 
     def batch(self, ndim: int) -> tuple[int, ...]:
         """The axes that neither run along a row nor number the rows of one matrix."""

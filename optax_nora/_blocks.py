@@ -7,6 +7,7 @@ Both products contract over axes where they lie, and only the output axis is cut
 nothing is transposed, and a device that holds whole blocks of whole rows sends nothing.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_nora._axes import Rows, mesh_axes
+from optax_nora._axes import Rows
+from optax_nora._partition import by_parts
 from optax_nora._rows import (
     divide_by_norm,
     normalize,
@@ -48,7 +49,14 @@ QUINTICS = (
 
 def block_size(shape: tuple[int, ...], rows: Rows, block_rows: int) -> int:
     """Rows in a block: not more than a matrix has, nor than can be orthonormal."""
-    return min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
+    size = min(block_rows, rows.fan_in(shape), rows.fan_out(shape))
+    if size > 1 and math.prod(map(jax.lax.axis_size, rows.inner_mesh)) > 1:
+        raise ValueError(
+            f"block_rows={block_rows}: in_shard_map splits a matrix over {rows.inner_mesh}, by "
+            f"another output axis than the first of {rows.output}, so that no device holds "
+            "consecutive rows; split the first one alone, or make the others batch axes"
+        )
+    return size
 
 
 def orthonormalize(rows: Rows, u: Array, block_rows: int, eps: Any) -> Array:
@@ -145,28 +153,16 @@ def mix(u: Array, rows: Rows, block_rows: int) -> Array:
     in 0.95 to 1.05, those of 1/1000 in 0.3 to 1.05, and none above 1.05: with b rows, a ratio r
     becomes ``r / (r^2 + b^(1/4) SHIFT)^(1/2)`` or more, but for 1.8e-3 and rounding.
     """
-    sharding = jax.typeof(u).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind is AxisType.Explicit}
-    if not explicit:
-        return _mix(u, rows, block_rows)
-    # Explicit axes refuse a contraction over a split axis, and to cut a split axis into blocks.
-    # Rows are counted through all output axes but the first: these a device must hold whole.
-    spec = PartitionSpec(
-        *(None if axis in rows.output[1:] else name for axis, name in enumerate(sharding.spec))
-    )
-    local_rows = rows._replace(
-        reduction_mesh=rows.reduction_mesh + mesh_axes(spec, rows.reduction),
-        output_mesh=rows.output_mesh + mesh_axes(spec, rows.output),
-    )
-    mixed = jax.shard_map(
-        lambda x: _mix(x, local_rows, block_rows),
-        mesh=sharding.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names=explicit,
-    )(jax.sharding.reshard(u, NamedSharding(sharding.mesh, spec)))
-    return jax.sharding.reshard(mixed, sharding)
+    return _mixer(rows, block_rows)(u)
+
+
+@functools.cache
+def _mixer(rows: Rows, block_rows: int) -> Callable[[Array], Array]:
+    def part(local: Rows) -> Callable[[Array], Array]:
+        return lambda u: _mix(u, local, block_rows)
+
+    # Rows are counted through all output axes, so a device can hold a part of the first one alone.
+    return by_parts(part, part, rows, whole=rows.output[1:])
 
 
 def _mix(u: Array, rows: Rows, block_rows: int) -> Array:
@@ -195,7 +191,9 @@ def _mix_axis(u: Array, rows: Rows, size: int) -> Array:
     # A block straddles devices: each mixes all blocks of which it holds a row.
     start = jax.lax.axis_index(rows.output_mesh) * held
     devices = math.prod(jax.lax.axis_size(name) for name in rows.output_mesh)
-    before, after = _neighbours(u, axis, size - 1, rows.output_mesh, devices)
+    # Parts and blocks begin at multiples of what divides both: so far is no block's other end.
+    far = size - math.gcd(held, size)
+    before, after = _neighbours(u, axis, far, rows.output_mesh, devices)
     blocks = max(-(-(k * held % size + held) // size) for k in range(devices))
     rest = jnp.zeros_like(u, shape=(*u.shape[:axis], size * blocks, *u.shape[axis + 1 :]))
     near = jnp.concatenate([before, u, after, rest], axis)

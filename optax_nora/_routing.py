@@ -17,7 +17,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._axes import Rows
+from optax_nora._axes import Rows, mesh_axes
 from optax_nora._default import Decision, Default, Rule
 from optax_nora._leaves import (
     Leaf,
@@ -35,7 +35,6 @@ from optax_nora._rules import (
     Listed,
     listed,
     matches,
-    mesh_names,
     one_rule,
     rows_of,
 )
@@ -133,7 +132,7 @@ def _whole(leaf: Leaf, rule: Rule) -> Leaf:
     """The leaf as it is over all devices, where it is split inside `jax.shard_map`."""
     try:
         spec = rule.partition_spec(leaf)
-        parts = [jax.lax.axis_size(mesh_names(spec, a)) for a in range(leaf.ndim)]
+        parts = [jax.lax.axis_size(mesh_axes(spec, (a,))) for a in range(leaf.ndim)]
     except (NameError, ValueError):  # outside of it; or no spec, which is told when it is needed
         return leaf
     return leaf._replace(shape=tuple(n * p for n, p in zip(leaf.shape, parts, strict=True)))

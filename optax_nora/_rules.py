@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._axes import Rows
+from optax_nora._axes import Rows, mesh_axes
 from optax_nora._default import Decision, Default, Rule, by_name
 from optax_nora._guess import outward
 from optax_nora._leaves import Leaf, Path, PyTree, path_of, split_path
@@ -218,16 +218,8 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
             "over or numbers the rows, not both"
         )
 
-    def mesh_axes(array_axes: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(name for axis in array_axes for name in mesh_names(spec, axis))
-
-    return Rows(reduction, output, mesh_axes(reduction), mesh_axes(output))
-
-
-def mesh_names(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
-    """The mesh axes that split an axis of an array."""
-    entry = spec[axis] if axis < len(spec) else None
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    split = [mesh_axes(spec, part) for part in (reduction, output, output[1:])]
+    return Rows(reduction, output, *split)
 
 
 def _checked_rule(given: Any, where: str) -> MuonDimensionNumbers | Rule | None:

@@ -138,7 +138,9 @@ def row_orthonormalize(
 
     One row is `row_normalize`; all rows of a matrix are Muon's step with rows of equal length.
     Blocks are counted in the order of the output axes, over all devices, so the mesh does not
-    matter; a device that holds whole blocks of whole rows sends nothing.
+    matter. A device that holds whole blocks of whole rows sends nothing. Of split rows it sums b
+    numbers each with others; where blocks straddle devices it gets up to 2 (b - 1) rows of its
+    neighbours.
 
     Args:
       block_rows: rows in a block, of which the last of a matrix may have fewer. A block has no more
@@ -152,8 +154,8 @@ def row_orthonormalize(
 
     Raises:
       TypeError: if block_rows is not an int.
-      ValueError: if block_rows is less than 1 or eps negative, or at ``init`` if the dimension
-        numbers do not fit.
+      ValueError: if block_rows is less than 1 or eps negative; at ``init`` if the dimension numbers
+        do not fit; at ``update`` if `in_shard_map` splits another output axis than the first.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax_nora

@@ -1,5 +1,7 @@
 """Blocks of rows in the optimizers: what `nora` does is what its parts do, on every backend."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,22 +118,86 @@ def test_whole_model_masters_and_low_precision():
     close(optax.tree.cast(run(tx, params, grads), jnp.float32), wide, 4 * 2.0**-9 + 1e-6)
 
 
+NUMBERS = MuonDimensionNumbers(1, 2)
+SENT = {  # blocks of 16 of 48 rows: what their parts on four or two devices send
+    P(): set(),
+    P("x"): set(),
+    P(None, "x"): {"all-reduce"},
+    P(None, None, "x"): {"collective-permute"},
+    P("x", None, "y"): {"collective-permute"},
+    P(None, "y", "x"): {"all-reduce", "collective-permute"},
+}
+
+
+def outputs(backend):
+    """A function of g and w to what each optimizer with blocks makes of them."""
+    numbers = {"weight_dimension_numbers": NUMBERS}
+    settings = {"block_rows": 16, "project": False} | numbers
+    nora = optax_nora.nora(0.1, backend=backend, **settings)
+    parts = [optax_nora.scale_by_nora(**settings), optax_nora.row_orthonormalize(16, **numbers)]
+
+    def function(g, w):
+        updates = [tx.update(g, tx.init(w), w)[0] for tx in (nora, *parts)]
+        return [nora.step(g, nora.init(w), w)[0], *updates]
+
+    return jax.jit(function)
+
+
+@every_backend
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P(None, None, "x"), P("x", None, "y")])
-def test_kernels_on_a_mesh_are_those_of_one_device(kind, spec):
-    """Whole blocks by kernels on each device, split rows and blocks by XLA: the same numbers."""
+@pytest.mark.parametrize("spec", SENT)
+def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(spec, kind, backend):
+    """Whole blocks by kernels on each device, split rows and blocks by XLA."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType[kind],) * 2)
-    numbers = MuonDimensionNumbers(1, 2)
-    tx = optax_nora.nora(
-        0.1, block_rows=16, project=False, weight_dimension_numbers=numbers, backend="pallas"
-    )
-    w, g = (tree(seed, {"w": (4, 32, 48)}) for seed in (0, 1))
-    want = by_step(tx, w, [g])
-    placed = jax.device_put((w, g), NamedSharding(mesh, spec))
+    g, w = (tree(seed, {"w": (4, 32, 48)}) for seed in (0, 1))
+    function, placed = outputs(backend), jax.device_put((g, w), NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        got = by_step(tx, placed[0], [placed[1]])
-    close(jax.device_get(got), want, of_steps(32, 0.1, 1) + 0.1 * KERNEL["pallas"])
-    assert got["w"].sharding.is_equivalent_to(placed[0]["w"].sharding, 3)
+        got = function(*placed)
+        program = function.lower(*placed).compile().as_text()
+    stepped, update, *parts = zip(jax.device_get(got), function(g, w), strict=True)
+    for pair in (stepped, update):
+        close(*pair, of_steps(32, 0.1, 1) + 0.1 * KERNEL[backend])
+    for pair in parts:
+        close(*pair, of_steps(32, 1, 1))
+    for x in jax.tree.leaves(got):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    assert set(re.findall(rf" ({kinds})(?:-start)?\(", program)) == SENT[spec]
+
+
+@every_backend
+def test_rows_that_do_not_follow_each_other_have_no_blocks(backend):
+    """Inside a shard_map, where nothing can be moved for it."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    w = tree(0, {"w": (12, 8, 6)})
+    numbers = MuonDimensionNumbers(0, (1, 2))
+
+    def run(spec, block_rows):
+        rule = optax_nora.in_shard_map(spec, numbers)
+        tx = optax_nora.nora(
+            0.1,
+            block_rows=block_rows,
+            project=False,
+            weight_dimension_numbers=rule,
+            backend=backend,
+        )
+        whole = optax_nora.nora(
+            0.1, block_rows=block_rows, project=False, weight_dimension_numbers=numbers
+        )
+        function = jax.shard_map(
+            lambda w: tx.step(w, tx.init(w), w)[0],
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=backend == "xla",
+        )
+        close(function(w), whole.step(w, whole.init(w), w)[0], of_steps(12, 0.1, 1) + 0.1 * 4e-3)
+
+    run(P(None, "x"), 4)
+    run(P(None, None, "y"), 1)
+    for spec in (P(None, None, "y"), P(None, "x", "y")):
+        with pytest.raises(ValueError, match=r"block_rows=4: in_shard_map splits .* \('y',\)"):
+            run(spec, 4)
 
 
 @pytest.mark.parametrize(

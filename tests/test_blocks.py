@@ -1,5 +1,6 @@
 """Blocks of orthonormal rows against float64, on any axes, spectra and meshes."""
 
+import contextlib
 import functools
 import math
 import re
@@ -13,7 +14,7 @@ import reference
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_nora._axes import Rows
+from optax_nora._axes import Rows, mesh_axes
 from optax_nora._blocks import (
     QUINTICS,
     SHIFT,
@@ -424,6 +425,8 @@ def test_the_derivative_is_the_slope():
 
 # Meshes
 
+# Axes, rows, how they are split; of each device with blocks of 8, rows that it has a part of, and
+# rows that it gets: those of its first and last block as far as 8 and its own rows share no divisor
 SHARDED = {
     "whole blocks": ((24, 64), Rows((0,), (1,)), P(None, ("data", "model")), 0, 0),
     "whole blocks of stacked layers": (
@@ -435,11 +438,14 @@ SHARDED = {
     ),
     "rows split": ((24, 64), Rows((0,), (1,)), P("model"), 64, 0),
     "rows and blocks split": ((24, 64), Rows((0,), (1,)), P("data", "model"), 16, 0),
-    "straddling": ((24, 40), Rows((0,), (1,)), P(None, "model"), 0, 2 * 7),
+    "straddling": ((24, 40), Rows((0,), (1,)), P(None, "model"), 0, 2 * 6),
     "over several devices": ((24, 24), Rows((0,), (1,)), P(None, ("data", "model")), 0, 2 * 7),
-    "rows split and straddling": ((24, 40), Rows((0,), (1,)), P("data", "model"), 10, 2 * 7),
+    "rows split and straddling": ((24, 40), Rows((0,), (1,)), P("data", "model"), 10, 2 * 6),
+    "straddling and ragged": ((24, 44), Rows((0,), (1,)), P(None, "model"), 0, 2 * 7),
+    "straddling, stacked": ((2, 24, 40), Rows((1,), (2,)), P("data", None, "model"), 0, 2 * 6),
+    "straddling, rows last": ((40, 24), Rows((1,), (0,)), P("model"), 0, 2 * 6),
     "ragged, rows split": ((24, 37), Rows((0,), (1,)), P("data"), 37, 0),
-    "heads": ((24, 8, 6), Rows((0,), (1, 2)), P(None, "model"), 0, 2 * 7),
+    "heads": ((24, 8, 6), Rows((0,), (1, 2)), P(None, "model"), 0, 2 * 4),
     "heads, whole": ((24, 8, 8), Rows((0,), (1, 2)), P("data", "model"), 16, 0),
     "heads first": ((8, 24, 8), Rows((1,), (0, 2)), P("model"), 0, 0),
 }
@@ -463,6 +469,10 @@ def mesh_of(kind):
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
 
 
+def at(spec, kind):
+    return NamedSharding(mesh_of(kind), spec)
+
+
 @pytest.mark.parametrize("project", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", SHARDED)
@@ -470,7 +480,7 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     shape, rows, spec, split_rows, neighbours = SHARDED[name]
     h, w = normal(*shape), normal(*shape, seed=1)
     want = step(h, w, rows, 8, project)
-    placed = [jax.device_put(x, NamedSharding(mesh_of(kind), spec)) for x in (h, w)]
+    placed = [jax.device_put(x, at(spec, kind)) for x in (h, w)]
 
     def function(h, w):
         return step(h, w, rows, 8, project)
@@ -480,8 +490,6 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     # The same sums in another order, times conditions of under 100.
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
     found = collectives(function, *placed)
-    if kind is AxisType.Auto and neighbours:
-        return  # the compiler's choice: it gathers
     # Of a row: its part of the Gram matrix, its greatest entry, <u, u>, and <d, d> of d and of a
     # tiny d, lest it overflow; with project <h, w>, <w, w>, <u, w>, <u, u> and that of a tiny u,
     # and these again of d.
@@ -495,14 +503,12 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in SHARDED.items() if len(case[0]) == 2 and "ragged" not in name]
-)
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("project", [True, False])
 def test_shard_map(name, project):
     shape, rows, spec, _, _ = SHARDED[name]
-    names = [() if s is None else s if isinstance(s, tuple) else (s,) for s in (*spec, None)]
-    local = rows._replace(reduction_mesh=names[0], output_mesh=names[1])
+    reduction, output = (mesh_axes(spec, axes) for axes in (rows.reduction, rows.output))
+    local = rows._replace(reduction_mesh=reduction, output_mesh=output)
     h, w = normal(*shape), normal(*shape, seed=1)
     mapped = jax.shard_map(
         lambda h, w: step(h, w, local, 8, project),
@@ -525,17 +531,87 @@ def test_shard_map(name, project):
 def test_output_axes_that_are_split_within(shape, rows, spec, kind):
     """Rows are counted through all output axes, so only the first can be cut without more."""
     h, w = normal(*shape), normal(*shape, seed=1)
-    placed = [jax.device_put(x, NamedSharding(mesh_of(kind), spec)) for x in (h, w)]
+    placed = [jax.device_put(x, at(spec, kind)) for x in (h, w)]
     got = step(*placed, rows, 8)
     assert got.sharding.is_equivalent_to(placed[0].sharding, h.ndim)
     np.testing.assert_allclose(got, step(h, w, rows, 8), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize(
+    "spec", [P(None, "model"), P("model"), P("data", "model"), P(None, ("data", "model"))]
+)
+def test_axes_that_devices_do_not_divide(spec):
+    """Inside a program an axis may be split unevenly; what pads it is no part of a row or block."""
+    rows, u = Rows((0,), (1,)), normal(26, 37)
+
+    def function(u):
+        return ortho(jnp.cos(u), rows, 8)  # which makes ones of the zeros that pad
+
+    def split(u):
+        return function(jax.lax.with_sharding_constraint(2 * u, at(spec, AxisType.Auto)))
+
+    got = jax.jit(split)(jax.device_put(u, at(P(), AxisType.Auto)))
+    np.testing.assert_allclose(got, function(2 * u), atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(None, None, "model"), P(None, "data", "model")])
+def test_vmap_and_derivatives_on_a_mesh(spec, kind):
+    rows, u = Rows((0,), (1,)), normal(3, 24, 40)
+    placed = jax.device_put(u, at(spec, kind))
+
+    def mapped(u):
+        return jax.vmap(lambda u: ortho(u, rows, 8))(u)
+
+    def gradient(u):
+        return jax.grad(lambda u: jnp.sum(mapped(u) ** 3))(u)
+
+    def mapped_gradient(u):
+        return jax.vmap(jax.grad(lambda u: jnp.sum(ortho(u, rows, 8) ** 3)))(u)
+
+    want = gradient(u)
+    np.testing.assert_allclose(jax.jit(mapped)(placed), mapped(u), atol=1000 * EPS)
+    for derivative in (gradient, mapped_gradient):
+        np.testing.assert_allclose(jax.jit(derivative)(placed), want, atol=1000 * EPS)
+
+
+SHARDY = "jax_use_shardy_partitioner"
+AROUND = ["scan", "cond", "checkpoint", "set_mesh", "eager"]
+AROUND += ["older partitioner"] if hasattr(jax.config, SHARDY) else []
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_around_it_on_an_auto_mesh(around, request):
+    if around == "older partitioner":
+        request.addfinalizer(lambda: jax.config.update(SHARDY, True))
+        jax.config.update(SHARDY, False)
+    rows, u = Rows((0,), (1,)), normal(24, 40)
+    placed = jax.device_put(u, at(P(None, "model"), AxisType.Auto))
+
+    def function(u):
+        match around:
+            case "scan":
+                return jax.lax.scan(lambda c, _: (ortho(c, rows, 8), None), u, length=1)[0]
+            case "cond":
+                return jax.lax.cond(u[0, 0] < 9, lambda u: ortho(u, rows, 8), jnp.zeros_like, u)
+            case "checkpoint":
+                return jax.checkpoint(lambda u: ortho(u, rows, 8))(u)
+        return orthonormalize(rows, u, 8, 1e-10)
+
+    with jax.set_mesh(mesh_of(AxisType.Auto)) if around == "set_mesh" else contextlib.nullcontext():
+        got = (function if around == "eager" else jax.jit(function))(placed)
+        np.testing.assert_allclose(got, ortho(u, rows, 8), atol=1000 * EPS)
+        # Of the predicate of cond, each device has the number that one of them holds.
+        found = collectives(function, placed)
+        assert found.pop("all-reduce", 1) == 1
+        assert found == {"collective-permute": 2 * 6 * 24}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shard_map_over_some_axes(kind):
     """The others stay what they are within it."""
     rows, spec = Rows((0,), (1,)), P("data", "model")
-    u = jax.device_put(normal(24, 64), NamedSharding(mesh_of(kind), spec))
+    u = jax.device_put(normal(24, 64), at(spec, kind))
     local = rows._replace(reduction_mesh=("data",))
     mapped = jax.shard_map(
         lambda u: ortho(u, local, 8),

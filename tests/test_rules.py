@@ -288,6 +288,13 @@ def test_in_shard_map_joins_the_mesh_axes_of_all_reduction_axes():
     assert mesh_axes(rule, leaf("out/kernel", 4, 16, 64)) == (("a", "b"), ("c",))
 
 
+def test_in_shard_map_tells_the_inner_output_axes_apart():
+    rule = optax_nora.in_shard_map(P("a", "b", "c"), MuonDimensionNumbers(0, (2, 1)))
+    one = leaf("query/kernel", 64, 4, 16)
+    rows = rows_of(one, numbers(rule, one), rule.partition_spec(one))
+    assert (rows.output_mesh, rows.inner_mesh) == (("c", "b"), ("b",))
+
+
 def test_in_shard_map_routes_as_its_rule_does():
     rule = optax_nora.in_shard_map(P("tp"), optax_nora.by_path({"mlp": None}))
     assert numbers(rule, leaf("mlp/kernel", 4, 8)) is None
@@ -331,7 +338,7 @@ def test_neighbours_are_compared_as_they_are_over_all_devices():
 
     jax.jit(jax.shard_map(see, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
     assert seen[0] == routes_of(params, rule)
-    assert seen[0]["kernel",] == ((0,), (1,), (), ())
+    assert seen[0]["kernel",] == ((0,), (1,), (), (), ())
 
 
 # rows_of: dimension numbers against a leaf
