@@ -63,13 +63,17 @@ def test_a_text_file_is_never_held_as_a_whole(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 99)[:-20], "is not JSON lines, near"),
         (
-            "b.jsonl.gz",
-            gzip.compress(os.urandom(99))[:12] + b"\xff" * 90,
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "abc"}\n' * 99, mtime=0)[:-20],
             "is not JSON lines, near",
         ),
-        ("c.txt.gz", gzip.compress(b"a few words" * 99)[:-20], "cannot be read"),
+        (
+            "b.jsonl.gz",
+            gzip.compress(bytes(99), mtime=0)[:12] + b"\xff" * 90,
+            "is not JSON lines, near",
+        ),
+        ("c.txt.gz", gzip.compress(b"a few words" * 99, mtime=0)[:-20], "cannot be read"),
         ("d.jsonl", b"[" * 200_000, "is not JSON lines, near line 1"),
         ("e.jsonl", b'{"text": "\\ud800"}', "record 1 is not text: half a character"),
         ("f.txt", b"caf\xe9", "is not text: no UTF-8 at byte 3"),
