@@ -106,7 +106,7 @@ def route_to(
     parameters after the step in the place of updates.
     """
     check_learning_rate("adam_learning_rate", learning_rate)
-    check_range("adam_weight_decay", weight_decay)
+    check_range("adam_weight_decay", weight_decay, schedule=True)
     check_range("adam_b1", b1, high=1, below=True)
     check_range("adam_b2", b2, high=1, below=True)
     check_range("adam_eps", eps)

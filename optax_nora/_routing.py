@@ -59,7 +59,8 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
         return default
     if isinstance(given, Rule | MuonDimensionNumbers):
         return one_rule(given, "weight_dimension_numbers is")
-    if getattr(given, "__module__", "") in _MAKERS or isinstance(given, type):
+    of_params = getattr(given, "__name__", "") == "haliax"  # as from_logical_axes
+    if (getattr(given, "__module__", "") in _MAKERS and not of_params) or isinstance(given, type):
         raise ValueError(
             f"weight_dimension_numbers is {given.__name__} itself; call it: {given.__name__}(...)"
         )
