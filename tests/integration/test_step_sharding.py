@@ -104,7 +104,7 @@ def test_kernels_run_on_local_shards():
     mesh = mesh_of("Explicit")
     placed = jax.device_put(params, NamedSharding(mesh, P("x", None, "y")))
     program = str(jax.make_jaxpr(tx.step)(placed, tx.init(placed), placed))
-    # Rows of "middle" are whole: a kernel, of (2, 16, 2), under shard_map. "last" is split, and XLA's.
+    # Rows of "middle" are whole: a kernel under shard_map, of (2, 16, 2). "last" is split: XLA's.
     assert program.count("shard_map[") == 2
     assert "f32[2,16,2]" in program
     assert "pallas_call" in program
