@@ -47,8 +47,8 @@ class Args:
     optimizers: tuple[OptimizerName, ...] = ("adamw", "nora", "muon")
     block_rows: tuple[int, ...] = (1, 128)
     """Rows that Nora makes orthonormal together."""
-    json: Path | None = None
-    """Write the results here too."""
+    out: Path | None = None
+    """JSON file to write. None given: the results are only shown."""
 
 
 class Case(NamedTuple):
@@ -127,7 +127,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     ]
     rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args.set))
     measure.show(f"one update of the {args.set} matrices, per device", COLUMNS, rows)
-    measure.write_json(args.json, {"machine": measure.machine(), "set": args.set, "updates": rows})
+    measure.write_json(args.out, {"machine": measure.machine(), "set": args.set, "updates": rows})
     return rows
 
 

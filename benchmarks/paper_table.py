@@ -55,8 +55,8 @@ class Args:
     """Length of one repeat."""
     repeats: int = 5
     """The median over these is reported."""
-    json: Path | None = None
-    """Write the results here too."""
+    out: Path | None = None
+    """JSON file to write. None given: the results are only shown."""
 
 
 class Case(NamedTuple):
@@ -105,7 +105,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     rows = measure.rows_with_progress("shapes", cases, lambda case: run(case, args))
     machine = measure.machine()
     measure.show(f"a direction, {args.dtype}, {machine['device']}", COLUMNS, rows)
-    measure.write_json(args.json, {"machine": machine, "dtype": args.dtype, "shapes": rows})
+    measure.write_json(args.out, {"machine": machine, "dtype": args.dtype, "shapes": rows})
     return rows
 
 

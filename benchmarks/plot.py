@@ -1,4 +1,4 @@
-"""The picture of docs/benchmarks.md: ``python -m benchmarks.plot RESULTS.json PICTURE.svg``.
+"""The picture of docs/benchmarks.md: ``python -m benchmarks.plot --results A.json --out A.svg``.
 
 Each step's time over the bytes that Nora must move at least, and the line that the memory allows.
 """
@@ -24,10 +24,11 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Args:
-    """Draw what `benchmarks.step --json` wrote."""
+    """Draw what `benchmarks.step --out` wrote."""
 
-    results: tyro.conf.Positional[Path]
-    picture: tyro.conf.Positional[Path]
+    results: Path
+    out: Path
+    """The picture to draw."""
 
 
 def main(args: Args) -> None:
@@ -59,7 +60,7 @@ def main(args: Args) -> None:
     )
     axes.legend(fontsize=8)
     with matplotlib.rc_context({"svg.hashsalt": "optax_nora"}):  # same numbers, same file
-        figure.savefig(args.picture, metadata={"Date": None})
+        figure.savefig(args.out, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ class Args:
     """Length of one repeat."""
     repeats: int = 5
     """The median over these is reported."""
-    json: Path | None = None
-    """Write the results here too."""
+    out: Path | None = None
+    """JSON file to write. None given: the results are only shown."""
 
 
 class Case(NamedTuple):
@@ -159,7 +159,7 @@ def main(args: Args) -> list[dict[str, Any]]:
         rows,
     )
     results = {"machine": machine, "copy_bytes_a_second": bandwidth, "steps": rows}
-    measure.write_json(args.json, results)
+    measure.write_json(args.out, results)
     return rows
 
 

@@ -147,7 +147,7 @@ class PrepareConfig:
     path: str
     """Text, JSON lines or parquet, a file or a folder; hf:NAME:CONFIG for a data set of the Hugging
     Face hub, such as hf:allenai/c4:en."""
-    out: Path
+    out: Path = Path("data/text")
     """Folder to make, for --data.path of train.py."""
     vocab_size: int = 32_000
     """Words of the tokenizer, where it is trained on the text."""

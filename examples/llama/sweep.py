@@ -187,7 +187,7 @@ class SweepConfig:
 
     grid: tuple[Path, ...]
     """YAML lists of tables of fields; every combination of their lists is run, in this order."""
-    out: Path
+    out: Path = Path("runs/sweep.jsonl")
     """JSON lines, a result a run; appended to."""
     best: tuple[Path, ...] = ()
     """Results in which `best` is looked up."""

@@ -56,7 +56,7 @@ class TokensConfig:
     """Tokens that are held out, in the same form."""
     tokenizer: Path
     """The tokenizer.json that made them, a byte-level one."""
-    out: Path
+    out: Path = Path("data/tokens")
     """Folder to make, for --data.path of train.py."""
 
 

@@ -16,7 +16,7 @@ from benchmarks.sets import SETS, matrices, row_axes
 def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
     path = tmp_path / "new" / "results.json"
     args = step.Args(
-        ("tiny",), layouts=("stacked",), rows=("first",), seconds=0, repeats=1, json=path
+        ("tiny",), layouts=("stacked",), rows=("first",), seconds=0, repeats=1, out=path
     )
     rows = step.main(args)
     written = json.loads(path.read_text())

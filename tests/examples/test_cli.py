@@ -9,11 +9,16 @@ import sys
 
 import pytest
 
+from benchmarks import collectives, paper_table, step
 from examples.llama import cli, sharding
 from examples.llama import train as train_module
 from examples.llama.config import PRESETS, Config, MeshConfig, UserError
 from examples.llama.corpus import seal
+from examples.llama.plot import PlotConfig
+from examples.llama.prepare import PrepareConfig
+from examples.llama.sweep import SweepConfig
 from examples.llama.terminal import run_main
+from examples.llama.tokens import TokensConfig
 
 
 @pytest.fixture
@@ -273,3 +278,16 @@ terminal.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
     resumed = f"--resume --out {tmp_path} --name run".split(" ")
     command = [sys.executable, "-m", "examples.llama.train", *resumed]
     subprocess.run(command, check=True, env=one_device, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(Config, PlotConfig, SweepConfig, PrepareConfig, TokensConfig),
+        *(step.Args, collectives.Args, paper_table.Args),
+    ],
+)
+def test_what_a_command_writes_goes_to_out_and_has_a_place(options):
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    assert "json" not in fields
+    assert fields["out"].default is not dataclasses.MISSING
