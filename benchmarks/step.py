@@ -90,7 +90,7 @@ def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]
     """The state for parameters, and ``step((params, state), grads)``."""
     numbers = dimension_numbers(case.layout, case.rows)
     block_rows = case.block_rows or 1
-    if case.optimizer.startswith("step"):
+    if case.optimizer in ("step", "step-xla", "step-pallas"):
         backend = case.optimizer.removeprefix("step").removeprefix("-") or "auto"
         stepping = nora(numbers, block_rows, backend)
         return stepping.init, lambda carry, grads: stepping.step(grads, carry[1], carry[0])
