@@ -135,8 +135,10 @@ def check_block_rows(block_rows: int) -> None:
 def _even(u: Array, rows: Rows) -> tuple[Array, Array]:
     """Rows times powers of two, so that no square over- or underflows, and these powers."""
     greatest = rows.greatest(jax.lax.stop_gradient(jnp.abs(u)))
-    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(greatest), greatest, 1))
-    power = jnp.ldexp(jnp.ones_like(greatest), jnp.clip(-exponent, -126, 126))
+    of = jnp.finfo(greatest.dtype)
+    usual = jnp.isfinite(greatest) & (greatest > 0)
+    inverse = 1 / jnp.clip(jnp.where(usual, greatest, 1), of.tiny, 1 / of.tiny)
+    power = jax.lax.reduce_precision(inverse, exponent_bits=of.nexp, mantissa_bits=0)
     return u * power, power
 
 

@@ -13,6 +13,7 @@ import pytest
 import reference
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tolerance import tolerance
 
 from optax_nora._axes import Rows, mesh_axes
 from optax_nora._blocks import (
@@ -571,8 +572,10 @@ def test_vmap_and_derivatives_on_a_mesh(spec, kind):
 
     want = gradient(u)
     np.testing.assert_allclose(jax.jit(mapped)(placed), mapped(u), atol=1000 * EPS)
+    # A derivative stretches the rounding of sums of 24 by the slopes of the quintics at 0.
+    stretched = tolerance(24, condition=math.prod(a for a, _, _ in QUINTICS))
     for derivative in (gradient, mapped_gradient):
-        np.testing.assert_allclose(jax.jit(derivative)(placed), want, atol=1000 * EPS)
+        np.testing.assert_allclose(jax.jit(derivative)(placed), want, rtol=0, atol=stretched)
 
 
 SHARDY = "jax_use_shardy_partitioner"
