@@ -229,8 +229,7 @@ def _mix_local(u: Array, rows: Rows, size: int) -> Array:
     whole = u.shape[axis] // size * size
     parts = [
         part.reshape(*u.shape[:axis], -1, min(size, part.shape[axis]), *u.shape[axis + 1 :])
-        for part in jnp.split(u, [whole], axis)
-        if part.size
+        for part in (jnp.split(u, [whole], axis) if 0 < whole < u.shape[axis] else [u])
     ]
     # Axes by number: `axis` numbers blocks, the next one a block's rows, one more its columns.
     axes = tuple(range(u.ndim + 1))
@@ -241,8 +240,9 @@ def _mix_local(u: Array, rows: Rows, size: int) -> Array:
     grams = jax.lax.psum(grams, rows.reduction_mesh) if rows.reduction_mesh else grams
     # Gram matrices are small: there, a short block may become a whole one.
     roots = inverse_root(jnp.concatenate([_pad(gram, size) for gram in grams], axis=-3))
+    split = jnp.split(roots, [whole // size], axis=-3) if len(parts) == 2 else [roots]
     mixed = []
-    for part, root in zip(parts, jnp.split(roots, [whole // size], axis=-3), strict=False):
+    for part, root in zip(parts, split, strict=True):
         held = part.shape[axis + 1]
         out = _einsum(root[..., :held, :held], matrix, part, columns, axes)
         mixed.append(out.reshape(*u.shape[:axis], -1, *u.shape[axis + 1 :]))

@@ -76,7 +76,9 @@ def test_which_steps_have_kernels():
         tx = optax_nora.nora(0.1, block_rows=7, weight_dimension_numbers=RULE, **settings)
         return str(jax.make_jaxpr(tx.step)(GRADS[0], tx.init(params), params))
 
-    assert "pallas_call" in program(project=False, backend="pallas")
+    # The partitioner of jax 0.8 fails on them, so there they are for programs of one device.
+    old = jax.__version_info__ < (0, 9)
+    assert ("pallas_call" in program(project=False, backend="pallas")) != old
     assert "pallas_call" not in program(project=True, backend="pallas")
     assert "pallas_call" not in program(project=False)
 
