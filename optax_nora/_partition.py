@@ -51,14 +51,19 @@ def by_parts(
         function = part(rows)
         # What custom_partitioning leaves in a program keeps it out of jax's compilation cache.
         if AxisType.Manual not in kinds.values() and jax.device_count() > 1:
-            function = _partitioned(part, rows, operands, like, whole)
+            # Numbers of axes, not the arrays: what stays in a program must hold no tracer.
+            function = _partitioned(part, rows, tuple(x.ndim for x in operands), like, whole)
         return _with_rules(function, plain(rows))(*operands)
 
     return jax.jit(step)
 
 
 def _partitioned(
-    part: Callable[[Rows], Function], rows: Rows, operands: Any, like: int, whole: tuple[int, ...]
+    part: Callable[[Rows], Function],
+    rows: Rows,
+    ndims: tuple[int, ...],
+    like: int,
+    whole: tuple[int, ...],
 ) -> Function:
     """On Auto axes, of which only the partitioner knows: a trace does not see the sharding.
 
@@ -76,10 +81,8 @@ def _partitioned(
 
     def rule(mesh: Any, _: Any, results: Any) -> Any:
         del mesh
-        axes = " ".join(f"axis{k}" for k in range(operands[like].ndim))
-        of = [
-            axes if x.ndim == operands[like].ndim else f"whole{k}" for k, x in enumerate(operands)
-        ]
+        axes = " ".join(f"axis{k}" for k in range(ndims[like]))
+        of = [axes if n == ndims[like] else f"whole{k}" for k, n in enumerate(ndims)]
         replicated = tuple(name for name in of if name != axes)
         names = f"{', '.join(of)} -> {', '.join([axes] * len(results))}"
         return names, {"need_replication_factors": replicated}
