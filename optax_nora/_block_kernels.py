@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from optax_nora import _kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import QUINTICS, SHIFT, block_size, inverse_root
-from optax_nora._kernels import MOST_BATCHES, _fold, _like, _read
+from optax_nora._kernels import MOST_BATCHES, _fold, _like, _read, launch
 from optax_nora._step import Coefficients
 
 Array = jax.Array
@@ -141,26 +141,7 @@ def step(
     return new_mu.reshape(mu.shape), out.reshape(w.shape)
 
 
-def _call(
-    kernel: Any,
-    static: _Static,
-    grid: tuple[int, ...],
-    inputs: Sequence[Array],
-    out_shape: Sequence[Any],
-    stages: int,
-    aliases: dict[int, int],
-) -> Any:
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        functools.partial(kernel, static=static),
-        grid=grid,
-        in_specs=[anywhere] * len(inputs),
-        out_specs=[anywhere] * len(out_shape),
-        out_shape=out_shape,
-        input_output_aliases=aliases,
-        interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
-    )(*inputs)
+_call = functools.partial(launch, warps=WARPS)
 
 
 def _divided(static: _Static, x: Array, width: int, part: int, stages: int) -> tuple[_Static, int]:

@@ -142,7 +142,7 @@ def _call(
     warps: int = 4,
     out_shape: Sequence[Any] | None = None,
 ) -> Sequence[Array]:
-    """The kernel on references to whole arrays.
+    """`launch` of a kernel of steps.
 
     Outputs are like momentum and weight, the last inputs, unless ``out_shape`` says otherwise; the
     first ``in_place`` of them take their buffers.
@@ -150,6 +150,21 @@ def _call(
     first = len(inputs) - 2
     if out_shape is None:
         out_shape = [_like(x, x.shape, x.dtype) for x in inputs[first:]]
+    aliases = {first + k: k for k in range(in_place)}
+    return launch(kernel, static, grid, inputs, out_shape, 1, aliases, warps)
+
+
+def launch(
+    kernel: Any,
+    static: Any,
+    grid: tuple[int, ...],
+    inputs: Sequence[Array],
+    out_shape: Sequence[Any],
+    stages: int,
+    aliases: dict[int, int],
+    warps: int,
+) -> Any:
+    """The kernel on references to whole arrays; outputs take the buffers of inputs by aliases."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(kernel, static=static),
@@ -157,9 +172,9 @@ def _call(
         in_specs=[anywhere] * len(inputs),
         out_specs=[anywhere] * len(out_shape),
         out_shape=out_shape,
-        input_output_aliases={first + k: k for k in range(in_place)},
+        input_output_aliases=aliases,
         interpret=static.interpret,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     )(*inputs)
 
 
