@@ -3,11 +3,12 @@
 Only where a bias tells is a guess ever taken; elsewhere it is shown to the user, who decides.
 """
 
+from functools import lru_cache
 from itertools import combinations
 
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._leaves import Leaf, Shape
+from optax_nora._leaves import Leaf, Shape, Tree
 from optax_nora._names import (
     ATTENTION_IN,
     ATTENTION_OUT,
@@ -20,17 +21,13 @@ from optax_nora._names import (
     any_word,
     names_convolution,
     names_vector,
+    names_weight,
     words,
 )
 
 Guess = tuple[MuonDimensionNumbers | None, str]
 _OF_MATRICES = MATRIX_NAMES | {"weight", "weights"}
 _OF_BIASES = BIASES | {"b"}
-
-
-def names_weight(leaf: Leaf) -> bool:
-    """Whether a leaf has PyTorch's name, whose layout is (out, in)."""
-    return not {"weight", "weights"}.isdisjoint(words(leaf.name))
 
 
 def biases_of(leaf: Leaf) -> list[Shape]:
@@ -100,26 +97,22 @@ def guess(leaf: Leaf) -> Guess:
 
 
 def _pair(leaf: Leaf) -> Guess:
-    if stack_axis(leaf) is not None and not (names_weight(leaf) or leaf.name in MATRIX_NAMES):
+    if stack_axis(leaf) is not None and not (names_weight(leaf.name) or leaf.name in MATRIX_NAMES):
         return None, "stacked vectors"
     told = axes_told(leaf)
-    beside = leaf.name in out_first(leaf)
-    first = told == (0,) if told is not None else names_weight(leaf) or beside
+    beside = leaf.name in out_first(leaf.tree)
+    first = told == (0,) if told is not None else names_weight(leaf.name) or beside
     return (MuonDimensionNumbers(1, 0), "(out, in)") if first else _IN_OUT
 
 
 _IN_OUT = MuonDimensionNumbers(0, 1), "(in, out)"
 
 
-def out_first(leaf: Leaf) -> frozenset[str]:
-    """The names of leaves in the tree that are (out, in), as a bias of theirs tells."""
-    tree = leaf.tree
-    if "out_first" not in tree.facts:
-        leaves = (Leaf(path, shape, None, tree) for path, shape in tree.shapes.items())
-        tree.facts["out_first"] = frozenset(
-            one.name for one in leaves if one.ndim == 2 and axes_told(one) == (0,)
-        )
-    return tree.facts["out_first"]
+@lru_cache
+def out_first(tree: Tree) -> frozenset[str]:
+    """The names of leaves in a tree that are (out, in), as a bias of theirs tells."""
+    leaves = (Leaf(path, shape, None, tree) for path, shape in tree.shapes.items())
+    return frozenset(one.name for one in leaves if one.ndim == 2 and axes_told(one) == (0,))
 
 
 def _more(leaf: Leaf) -> Guess:
@@ -129,7 +122,7 @@ def _more(leaf: Leaf) -> Guess:
         last = shape[1] != shape[2] == wide
         return MuonDimensionNumbers(1 + last, (0, 2 - last)), "fused gate"
     if any_word(path, EXPERTS):
-        last = (n - 1, n - 2) if names_weight(leaf) else (n - 2, n - 1)
+        last = (n - 1, n - 2) if names_weight(leaf.name) else (n - 2, n - 1)
         return MuonDimensionNumbers(*last), "experts"
     if (out := axes_told(leaf)) is not None:
         rest = tuple(a for a in range(n) if a not in out)
@@ -139,7 +132,7 @@ def _more(leaf: Leaf) -> Guess:
     if (known := _attention(leaf)) is not None:
         return known
     if n == 3:
-        if names_weight(leaf):
+        if names_weight(leaf.name):
             conv = shape[2] <= min(12, *shape[:2])
             return _convolution(leaf) if conv else (MuonDimensionNumbers(2, 1), "(..., out, in)")
         if shape[0] >= max(shape) or shape[1] < min(5, shape[0], shape[2]):
@@ -177,7 +170,7 @@ def _attention(leaf: Leaf) -> Guess | None:
 
 def _convolution(leaf: Leaf) -> Guess:
     *window, before, last = range(leaf.ndim)
-    if names_weight(leaf):
+    if names_weight(leaf.name):
         return MuonDimensionNumbers((*range(1, leaf.ndim),), 0), "convolution (out, in, ...)"
     if leaf.name == "w" and any_word(leaf.segments, frozenset({"transpose"})):
         return MuonDimensionNumbers((*window, last), before), "convolution (..., out, in)"

@@ -6,8 +6,9 @@ boxes its leaves, other libraries have attribute or integer keys: here all of th
 """
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._names import POSITIONS, WRAPPED, WRAPPERS, any_word, names_embedding
-
 PyTree = Any
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
+
+# Segments that a library puts behind a leaf's own name.
+_WRAPPERS = frozenset({"array", "value", "raw_value"})
+_WRAPPED = frozenset({"weight", "bias"})  # and 0 behind these: Haliax' arrays in a sequence
 
 
 @cache
@@ -32,59 +35,52 @@ def split_path(path: Path) -> Path:
 def _segments(path: Path) -> Path:
     segments = split_path(path)
     while len(segments) > 1 and (
-        segments[-1] in WRAPPERS or (segments[-1] == "0" and segments[-2] in WRAPPED)
+        segments[-1] in _WRAPPERS or (segments[-1] == "0" and segments[-2] in _WRAPPED)
     ):
         segments = segments[:-1]
     return segments
 
 
-class Tree:
-    """What the neighbours of a leaf say: the shapes of a whole tree."""
+def prefix_in(known: Mapping[Path, Any], path: Path) -> Path | None:
+    """The longest beginning of ``path`` that is ``known``, or None."""
+    prefixes = (path[:end] for end in range(len(path), -1, -1))
+    return next((prefix for prefix in prefixes if prefix in known), None)
 
-    def __init__(
-        self, shapes: Iterable[tuple[Path, Shape]] = (), vocabulary: "frozenset | None" = None
-    ):
+
+class Tree:
+    """What the neighbours of a leaf say: the shapes of a whole tree, by their segments.
+
+    ``whole`` is the tree from which axes were taken out.
+    """
+
+    def __init__(self, shapes: Iterable[tuple[Path, Shape]] = (), whole: "Tree | None" = None):
         self.shapes = dict(shapes)
-        self.facts: dict[Any, Any] = {}  # what others found out, once for the tree
-        if vocabulary is not None:
-            self.vocabulary = vocabulary
+        self.whole = whole or self
+        self._without: dict[int, Tree] = {}
 
     @cached_property
     def modules(self) -> dict[Path, dict[str, Shape]]:
         """The leaves of each module: their names and shapes."""
         found: dict[Path, dict[str, Shape]] = defaultdict(dict)
-        for path, shape in self.shapes.items():
-            segments = _segments(path)
+        for segments, shape in self.shapes.items():
             found[segments[:-1]][segments[-1] if segments else ""] = shape
         return found
-
-    @cached_property
-    def vocabulary(self) -> "frozenset[tuple[int, ...]]":
-        """The sorted shapes of the embeddings of words."""
-        return frozenset(
-            tuple(sorted(shape))
-            for path, shape in self.shapes.items()
-            if len(shape) == 2
-            and any(map(names_embedding, _segments(path)))
-            and not any_word(_segments(path), POSITIONS)
-        )
 
     @cached_property
     def below(self) -> dict[Path, list[tuple[Path, Shape]]]:
         """All leaves under each module."""
         found: dict[Path, list[tuple[Path, Shape]]] = defaultdict(list)
-        for path, shape in self.shapes.items():
-            segments = _segments(path)
+        for segments, shape in self.shapes.items():
             for end in range(len(segments)):
                 found[segments[:end]].append((segments, shape))
         return found
 
     def without(self, axis: int) -> "Tree":
         """The tree with ``axis`` taken out of every leaf that has it."""
-        if axis not in self.facts:
+        if axis not in self._without:
             shapes = ((p, s[:axis] + s[axis + 1 :]) for p, s in self.shapes.items())
-            self.facts[axis] = Tree(shapes, self.vocabulary)
-        return self.facts[axis]
+            self._without[axis] = Tree(shapes, self.whole)
+        return self._without[axis]
 
 
 NO_TREE = Tree()
@@ -131,6 +127,23 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.slashed} {self.shape} {self.dtype}"
+
+
+def kinds(leaves: Iterable[Leaf], key: Callable[[Leaf], Any]) -> list[tuple[str, list[Leaf]]]:
+    """Leaves that differ in numbers of their paths alone, with the pattern that they share."""
+    groups: dict[Any, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        groups[re.sub(r"\d+", "*", leaf.slashed), key(leaf)].append(leaf)
+    return [
+        (pattern if len(group) > 1 else group[0].slashed, group)
+        for (pattern, _), group in groups.items()
+    ]
+
+
+def is_function(given: Any) -> bool:
+    """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
+    leaves = jax.tree.leaves(given)
+    return bool(leaves) and all(map(callable, leaves))
 
 
 def _is_box(node: Any) -> bool:

@@ -6,9 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_nora._leaves import Leaf, Path, PyTree, array_of, map_leaves, nodes_with_paths
-from optax_nora._routing import is_function
-from optax_nora._rules import prefix_in
+from optax_nora._leaves import (
+    Leaf,
+    Path,
+    PyTree,
+    array_of,
+    is_function,
+    map_leaves,
+    nodes_with_paths,
+    prefix_in,
+)
 
 
 def decay_mask(mask: Any) -> Callable[[PyTree], PyTree] | None:

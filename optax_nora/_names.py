@@ -15,9 +15,7 @@ def _set(names: str) -> frozenset[str]:
 
 # Own names of matrices in Flax and Haiku. `weight`, of PyTorch, Equinox and Haliax, is (out, in).
 MATRIX_NAMES = frozenset({"kernel", "w"})
-# Segments that a library puts behind a leaf's own name.
-WRAPPERS = frozenset({"array", "value", "raw_value"})
-WRAPPED = frozenset({"weight", "bias"})  # and 0 behind these: Haliax' arrays in a sequence
+_WEIGHTS = frozenset({"weight", "weights"})
 
 NORMS = frozenset({"ln", "norms", "rms", "bn", "gn", "normalization"})  # and all that ends in norm
 BIASES = frozenset({"bias", "biases"})
@@ -62,6 +60,12 @@ def words(segment: str) -> tuple[str, ...]:
 def any_word(segments: Sequence[str], known: frozenset[str]) -> bool:
     """Whether a word of ``segments`` is known."""
     return any(not known.isdisjoint(words(s)) for s in segments)
+
+
+@cache
+def names_weight(segment: str) -> bool:
+    """Whether a leaf's own name is PyTorch's, whose layout is (out, in)."""
+    return not _WEIGHTS.isdisjoint(words(segment))
 
 
 @cache

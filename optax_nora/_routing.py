@@ -5,10 +5,8 @@ becomes a `Rule`, and a rule says of each leaf which axes are its rows, or that 
 """
 
 import contextlib
-import re
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from glob import escape
 from typing import Any, NamedTuple
@@ -26,6 +24,8 @@ from optax_nora._leaves import (
     Tree,
     array_of,
     describe,
+    is_function,
+    kinds,
     map_leaves,
     nodes_with_paths,
 )
@@ -44,12 +44,6 @@ WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree
 
 
 _MAKERS = ("optax_nora._rules", "optax_nora.rules")  # of rules, by functions to be called first
-
-
-def is_function(given: Any) -> bool:
-    """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
-    leaves = jax.tree.leaves(given)
-    return bool(leaves) and all(map(callable, leaves))
 
 
 def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tree: PyTree) -> Rule:
@@ -110,7 +104,7 @@ def survey(tree: PyTree, rule: Rule) -> list[Routed]:
         except ValueError as error:
             wrong.append(Routed(Leaf(path, (), "?"), Decision(None), None, str(error)))
     whole = [_whole(leaf, rule) for leaf in found]
-    around = Tree((leaf.path, leaf.shape) for leaf in whole)
+    around = Tree((leaf.segments, leaf.shape) for leaf in whole)
     return wrong + [
         _routed(one._replace(tree=around), leaf, rule)
         for one, leaf in zip(whole, found, strict=True)
@@ -172,20 +166,6 @@ def unmatched(params: PyTree, rule: Rule) -> str:
         f"weight_dimension_numbers names {', '.join(missing)}, which matches no leaf; "
         f"the leaves are {known}{', ...' if len(paths) > 8 else ''}"
     )
-
-
-_NUMBER = re.compile(r"\d+")
-
-
-def kinds(leaves: Iterable[Leaf], key: Callable[[Leaf], Any]) -> list[tuple[str, list[Leaf]]]:
-    """Leaves that differ in numbers of their paths alone, with the pattern that they share."""
-    groups: dict[Any, list[Leaf]] = defaultdict(list)
-    for leaf in leaves:
-        groups[_NUMBER.sub("*", leaf.slashed), key(leaf)].append(leaf)
-    return [
-        (pattern if len(group) > 1 else group[0].slashed, group)
-        for (pattern, _), group in groups.items()
-    ]
 
 
 def how_to_route(unclear: Sequence[Routed], routed: Sequence[Routed], rule: Rule) -> str:

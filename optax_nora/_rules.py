@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax_nora._axes import Rows, mesh_axes
 from optax_nora._default import Decision, Default, Rule, by_name
 from optax_nora._guess import outward
-from optax_nora._leaves import Leaf, Path, PyTree, path_of, split_path
+from optax_nora._leaves import Leaf, Path, PyTree, path_of, prefix_in, split_path
 
 
 class Frozen(dict):
@@ -61,12 +61,6 @@ class Everywhere(Rule):
 
     def decide(self, leaf: Leaf) -> Decision:
         return Decision(self.spec)
-
-
-def prefix_in(specs: Mapping[Path, Any], path: Path) -> Path | None:
-    """The longest beginning of ``path`` that ``specs`` has, or None."""
-    prefixes = (path[:end] for end in range(len(path), -1, -1))
-    return next((prefix for prefix in prefixes if prefix in specs), None)
 
 
 @dataclasses.dataclass(frozen=True)

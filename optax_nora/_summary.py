@@ -6,14 +6,13 @@ from typing import TextIO
 from optax_nora._axes import Rows
 from optax_nora._blocks import block_size, check_block_rows
 from optax_nora._default import NOT_FLOATING, Default
-from optax_nora._leaves import Leaf, PyTree
+from optax_nora._leaves import Leaf, PyTree, kinds
 from optax_nora._routing import (
     Routed,
     WeightDimensionNumbers,
     as_rule,
     code_to_paste,
     for_nora,
-    kinds,
     survey,
     unmatched,
 )

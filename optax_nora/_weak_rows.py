@@ -11,8 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_nora._axes import Rows
-from optax_nora._leaves import Path, PyTree, array_of, describe, nodes_with_paths
-from optax_nora._routing import kinds
+from optax_nora._leaves import Path, PyTree, array_of, describe, kinds, nodes_with_paths
 
 SHORT = 1 / 30  # of the others' length; scaled residual layers start at a tenth
 

@@ -11,9 +11,9 @@ import jax
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._default import Decision, Default, Rule, ask, by_name
-from optax_nora._guess import axes_told, gated_width, names_weight, stack_axis
+from optax_nora._guess import axes_told, gated_width, stack_axis
 from optax_nora._leaves import Leaf, PyTree, path_of
-from optax_nora._names import names_convolution
+from optax_nora._names import names_convolution, names_weight
 from optax_nora._rules import ByPath, kernels
 from optax_nora._rules import stacked as _stacked
 
@@ -49,7 +49,7 @@ class _OutFirst(Rule):
     def decide(self, leaf: Leaf) -> Decision:
         known = by_name(leaf)
         conv = any(map(names_convolution, leaf.segments)) or axes_told(leaf) == (0,)
-        if (known is not None and not known.ask) or not names_weight(leaf):
+        if (known is not None and not known.ask) or not names_weight(leaf.name):
             return Default().decide(leaf)
         if leaf.ndim > 2 and not conv:
             return ask(leaf)
