@@ -15,7 +15,7 @@ from optax_nora._masks import decay_mask
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
 from optax_nora._routing import WeightDimensionNumbers
 from optax_nora._rows import check_row_scale, row_scale_of
-from optax_nora._step import Coefficients, Direction, one_minus
+from optax_nora._step import Coefficients, one_minus
 
 Array = jax.Array
 
@@ -80,60 +80,6 @@ def scale_by_nora(
         weight_dimension_numbers,
         eps,
     )
-
-
-def _matrices(
-    learning_rate: ScalarOrSchedule,
-    beta: ScalarOrSchedule,
-    momentum: ScalarOrSchedule,
-    eps: Any,
-    weight_decay: ScalarOrSchedule,
-    weight_decay_mask: Any,
-    mu_dtype: Any,
-    direction: Direction,
-    row_scale: str,
-    base_fan_in: Any,
-    backend: str,
-) -> optax.GradientTransformationExtraArgs:
-    """The matrices' branch of `nora`: a step of each leaf is one function of arrays."""
-    check_learning_rate("learning_rate", learning_rate)
-    check_range("beta", beta, high=1, below=True, schedule=True)
-    check_range("momentum", momentum, high=1, schedule=True)
-    check_range("eps", eps)
-    check_range("weight_decay", weight_decay, schedule=True)
-    check_row_scale(row_scale, base_fan_in)
-    check_backend(backend)
-    mask = decay_mask(weight_decay_mask)
-
-    def make_step(
-        count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
-    ) -> LeafStep:
-        lr, decay, b, m = (
-            x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, momentum)
-        )
-        scale = 1.0 if grad_scale is None else grad_scale
-        nodes = () if mask is None else nodes_with_paths(mask(params))[0]
-        still = {path for path, node in nodes if array_of(node) is False}
-
-        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
-            fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
-            c = Coefficients(
-                grad_scale=scale,
-                beta=b,
-                one_minus_beta=one_minus(b),
-                ahead=m,
-                one_minus_ahead=one_minus(m),
-                eps=eps,
-                row_scale=row_scale_of(row_scale, *fans, base_fan_in),
-                weight_decay=0.0 if leaf.path in still else decay,
-                learning_rate=lr,
-            )
-            one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
-            return one(c, g, mu, w)
-
-        return step
-
-    return with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
 
 
 def nora(
@@ -231,20 +177,47 @@ def nora(
       Nora paper, Algorithm 1, and the authors' code at its end; docs/faithfulness.md says where the
       two and this function differ.
     """
+    direction = direction_of(block_rows, project)
+    ahead = beta if momentum is None else momentum
+    check_learning_rate("learning_rate", learning_rate)
+    check_range("beta", beta, high=1, below=True, schedule=True)
+    check_range("momentum", ahead, high=1, schedule=True)
+    check_range("eps", eps)
+    check_range("weight_decay", weight_decay, schedule=True)
+    check_row_scale(row_scale, base_fan_in)
+    check_backend(backend)
+    mask = decay_mask(weight_decay_mask)
+
+    def make_step(
+        count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
+    ) -> LeafStep:
+        lr, decay, b, m = (
+            x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, ahead)
+        )
+        scale = 1.0 if grad_scale is None else grad_scale
+        nodes = () if mask is None else nodes_with_paths(mask(params))[0]
+        still = {path for path, node in nodes if array_of(node) is False}
+
+        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
+            fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
+            c = Coefficients(
+                grad_scale=scale,
+                beta=b,
+                one_minus_beta=one_minus(b),
+                ahead=m,
+                one_minus_ahead=one_minus(m),
+                eps=eps,
+                row_scale=row_scale_of(row_scale, *fans, base_fan_in),
+                weight_decay=0.0 if leaf.path in still else decay,
+                learning_rate=lr,
+            )
+            one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
+            return one(c, g, mu, w)
+
+        return step
+
     return route_to(
-        _matrices(
-            learning_rate,
-            beta,
-            beta if momentum is None else momentum,
-            eps,
-            weight_decay,
-            weight_decay_mask,
-            mu_dtype,
-            direction_of(block_rows, project),
-            row_scale,
-            base_fan_in,
-            backend,
-        ),
+        with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True),
         weight_dimension_numbers,
         learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
