@@ -1,6 +1,5 @@
 """A whole model: a rule for its matrices, AdamW for the rest."""
 
-import functools
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -19,16 +18,10 @@ from optax_nora._checks import (
 )
 from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
 from optax_nora._masks import decay_mask
-from optax_nora._routing import (
-    Routes,
-    WeightDimensionNumbers,
-    check_matched,
-    enclosing,
-    route_tree,
-)
+from optax_nora._routing import Routes, WeightDimensionNumbers, check_matched, enclosing, route_tree
 from optax_nora._rows import widen
 from optax_nora._states import explained
-from optax_nora._weak_rows import warn_of_weak_rows
+from optax_nora._weak_rows import weak_rows
 
 Array = jax.Array
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -131,9 +124,16 @@ def route_to(
         )
         return optax.partition(branches, lambda _: labels), routes  # a tree may be callable
 
+    def check(leaf: Leaf, array: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"{leaf} is not a floating-point array and cannot be optimized; keep it out of the "
+                "parameters, or wrap the optimizer in optax.masked"
+            )
+        return check_holds(mu_dtype, leaf, array)
+
     def init(params: PyTree) -> PyTree:
-        map_leaves(_require_floating, params)
-        map_leaves(functools.partial(check_holds, mu_dtype), params)
+        map_leaves(check, params)
         check_matched(params, weight_dimension_numbers)
         tx, routes = routed(params)
         if routes and not any(routes.values()):
@@ -142,7 +142,8 @@ def route_to(
                 "optax_nora.summarize(params) and give weight_dimension_numbers",
                 stacklevel=2,
             )
-        warn_of_weak_rows(params, routes)
+        for sentence in weak_rows(params, routes):
+            warnings.warn(sentence, stacklevel=2)
         with enclosing(routes):
             return tx.init(params)
 
@@ -162,15 +163,6 @@ def route_to(
 
     update.step = step  # pyright: ignore[reportFunctionMemberAccess]
     return StepTransformation(init, update)
-
-
-def _require_floating(leaf: Leaf, array: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueError(
-            f"{leaf} is not a floating-point array and cannot be optimized; keep it out of the "
-            "parameters, or wrap the optimizer in optax.masked"
-        )
-    return array
 
 
 def with_adamw(

@@ -27,6 +27,7 @@ from optax_nora._names import (
     any_word,
     names_embedding,
     names_head,
+    names_matrix,
     names_norm,
     names_vector,
     names_weight,
@@ -61,12 +62,10 @@ class Rule:
 
     def partition_spec(self, leaf: Leaf) -> PartitionSpec:
         """How a leaf is split inside `jax.shard_map`."""
-        del leaf
         return PartitionSpec()
 
     def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
         """What this rule names and the tree does not have."""
-        del leaves
         return []
 
 
@@ -85,19 +84,19 @@ class Default(Rule):
             return known
         if leaf.ndim > 2:
             return ask(leaf)
-        told = axes_told(leaf)
+        told, weight = axes_told(leaf), names_weight(leaf.name)
         plain = leaf.name in MATRIX_NAMES or {"lora", "a"} <= set(words(leaf.name))
+        in_out = MuonDimensionNumbers(0, 1)
         if told == (0,):
             return Decision(MuonDimensionNumbers(1, 0), "(out, in): its bias is as long as axis 0")
-        if names_weight(leaf.name):
-            if told is None:
-                return ask(leaf)
-            return Decision(MuonDimensionNumbers(0, 1), "(in, out): its bias is as long as axis 1")
         if told is None and (
-            leaf.name in out_first(leaf.tree) or (not plain and stack_axis(leaf) is not None)
+            weight
+            or leaf.name in out_first(leaf.tree)
+            or (not plain and stack_axis(leaf) is not None)
         ):
             return ask(leaf)
-        in_out = MuonDimensionNumbers(0, 1)
+        if weight:
+            return Decision(in_out, "(in, out): its bias is as long as axis 1")
         mixes = not plain or any(w.startswith("mix") for s in leaf.segments for w in words(s))
         if leaf.shape[0] == leaf.shape[1] <= 8 and mixes:
             return Decision(in_out, "small and square: a matrix that mixes?", sure=False)
@@ -108,8 +107,8 @@ class Default(Rule):
 
 def by_name(leaf: Leaf) -> Decision | None:
     """What name and neighbours say of a leaf that is no matrix; None where it may be one."""
-    *above, own = leaf.segments or ("",)
-    own = leaf.name or own
+    above, own = leaf.segments[:-1], leaf.name
+    matrix = names_matrix(own)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return Decision(None, NOT_FLOATING)
     for at, segment in enumerate(leaf.segments):
@@ -121,7 +120,6 @@ def by_name(leaf: Leaf) -> Decision | None:
             return Decision(None, f"named as an {kind}, perhaps none" if doubt else "", not doubt)
     if any(zero <= set(words(segment)) for segment in leaf.segments[-2:] for zero in ZEROS):
         return Decision(None, "starts at zero")
-    matrix = own in MATRIX_NAMES or names_weight(leaf.name)
     if names_vector(own) or any(map(names_norm, above)):
         sure = leaf.ndim < 2 or names_vector(own) or names_norm(above[-1])
         return Decision(None, "" if sure else "under a norm, but perhaps a matrix", sure)

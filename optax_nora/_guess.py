@@ -18,15 +18,17 @@ from optax_nora._names import (
     MATRIX_NAMES,
     MLPS,
     STACKS,
+    WEIGHTS,
     any_word,
     names_convolution,
+    names_matrix,
     names_vector,
     names_weight,
     words,
 )
 
 Guess = tuple[MuonDimensionNumbers | None, str]
-_OF_MATRICES = MATRIX_NAMES | {"weight", "weights"}
+_OF_MATRICES = MATRIX_NAMES | WEIGHTS
 _OF_BIASES = BIASES | {"b"}
 
 
@@ -97,15 +99,16 @@ def guess(leaf: Leaf) -> Guess:
 
 
 def _pair(leaf: Leaf) -> Guess:
-    if stack_axis(leaf) is not None and not (names_weight(leaf.name) or leaf.name in MATRIX_NAMES):
+    if stack_axis(leaf) is not None and not names_matrix(leaf.name):
         return None, "stacked vectors"
-    told = axes_told(leaf)
-    beside = leaf.name in out_first(leaf.tree)
-    first = told == (0,) if told is not None else names_weight(leaf.name) or beside
-    return (MuonDimensionNumbers(1, 0), "(out, in)") if first else _IN_OUT
-
-
-_IN_OUT = MuonDimensionNumbers(0, 1), "(in, out)"
+    first = names_weight(leaf.name) or leaf.name in out_first(leaf.tree)
+    if (told := axes_told(leaf)) is not None:
+        first = told == (0,)
+    return (
+        (MuonDimensionNumbers(1, 0), "(out, in)")
+        if first
+        else (MuonDimensionNumbers(0, 1), "(in, out)")
+    )
 
 
 @lru_cache
@@ -117,7 +120,7 @@ def out_first(tree: Tree) -> frozenset[str]:
 
 def _more(leaf: Leaf) -> Guess:
     shape, path, n = leaf.shape, leaf.segments, leaf.ndim
-    if n == 3 and any_word(path, frozenset({"gating"})):
+    if n == 3 and any_word(path, {"gating"}):
         wide = gated_width(leaf) or min(shape[1:])
         last = shape[1] != shape[2] == wide
         return MuonDimensionNumbers(1 + last, (0, 2 - last)), "fused gate"
@@ -145,34 +148,32 @@ def _attention(leaf: Leaf) -> Guess | None:
     shape, n = leaf.shape, leaf.ndim
     if any_word(leaf.segments, MLPS):
         return None
-    einsum = any_word(leaf.segments, frozenset({"einsum"}))
+    einsum = any_word(leaf.segments, {"einsum"})
     fused = any_word(leaf.segments, FUSED)
     if fused and n == 4 and shape[1] in (2, 3) and not einsum:
         return MuonDimensionNumbers(0, (1, 2, 3)), "(embed, fused, heads, head_dim)"
     if fused and n == 4 and shape[0] in (2, 3):
         return MuonDimensionNumbers(2, (0, 1, 3)), "(fused, heads, embed, head_dim)"
-    for segment in reversed(leaf.segments):
-        out = any_word([segment], ATTENTION_OUT)
-        if not (out or any_word([segment], ATTENTION_IN)):
-            continue
-        if n == 4:
-            numbers, meaning = _attention(leaf.without(0)) or _IN_OUT
-            return numbers and outward(numbers, 0), f"stacked along axis 0, {meaning}"
-        # The longest axis is that of the model's width; in a draw it lies where Flax has it.
-        embed = max(range(3), key=lambda a: (shape[a], a == (2 if out else int(einsum))))
-        heads = [a for a in range(3) if a != embed]
-        meaning = ["heads", "head_dim"]
-        meaning.insert(embed, "embed")
-        sides = (tuple(heads), embed) if out else (embed, tuple(heads))
-        return MuonDimensionNumbers(*sides), f"({', '.join(meaning)})"
-    return None
+    known = [s for s in leaf.segments if any_word([s], ATTENTION_IN | ATTENTION_OUT)]
+    if not known:
+        return None
+    out = any_word(known[-1:], ATTENTION_OUT)
+    stack = int(n == 4)
+    axes = range(stack, stack + 3)
+    # The longest axis is that of the model's width; in a draw it lies where Flax has it.
+    embed = max(axes, key=lambda a: (shape[a], a == axes[2 if out else einsum]))
+    heads = tuple(a for a in axes if a != embed)
+    meaning = ["heads", "head_dim"]
+    meaning.insert(embed - stack, "embed")
+    numbers = MuonDimensionNumbers(*((heads, embed) if out else (embed, heads)))
+    return numbers, "stacked along axis 0, " * stack + f"({', '.join(meaning)})"
 
 
 def _convolution(leaf: Leaf) -> Guess:
     *window, before, last = range(leaf.ndim)
     if names_weight(leaf.name):
         return MuonDimensionNumbers((*range(1, leaf.ndim),), 0), "convolution (out, in, ...)"
-    if leaf.name == "w" and any_word(leaf.segments, frozenset({"transpose"})):
+    if leaf.name == "w" and any_word(leaf.segments, {"transpose"}):
         return MuonDimensionNumbers((*window, last), before), "convolution (..., out, in)"
     return MuonDimensionNumbers((*window, before), last), "convolution (..., in, out)"
 

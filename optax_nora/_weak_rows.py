@@ -1,6 +1,5 @@
 """Rows that are zero or far shorter than the others: turning them does not make them longer."""
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -50,12 +49,6 @@ def weak_rows(params: PyTree, rows_at: Mapping[Path, Rows | None]) -> list[str]:
         "weight_dimension_numbers sends it to AdamW"
         for pattern, group in kinds(weak, lambda leaf: said[leaf.path])
     ]
-
-
-def warn_of_weak_rows(params: PyTree, rows_at: Mapping[Path, Rows | None]) -> None:
-    """Warn where `weak_rows` finds any."""
-    for sentence in weak_rows(params, rows_at):
-        warnings.warn(sentence, stacklevel=3)
 
 
 def _is_at_hand(array: Any) -> bool:

@@ -48,9 +48,9 @@ class _OutFirst(Rule):
 
     def decide(self, leaf: Leaf) -> Decision:
         known = by_name(leaf)
-        conv = any(map(names_convolution, leaf.segments)) or axes_told(leaf) == (0,)
         if (known is not None and not known.ask) or not names_weight(leaf.name):
             return Default().decide(leaf)
+        conv = any(map(names_convolution, leaf.segments)) or axes_told(leaf) == (0,)
         if leaf.ndim > 2 and not conv:
             return ask(leaf)
         return Decision(MuonDimensionNumbers(tuple(range(1, leaf.ndim)), 0))
@@ -64,7 +64,7 @@ class _Unless(Rule):
 
     def decide(self, leaf: Leaf) -> Decision:
         known = by_name(leaf)
-        return known if known is not None and known.sure and not known.ask else Decision(self.spec)
+        return known if known is not None and known.sure else Decision(self.spec)
 
 
 def _family(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
