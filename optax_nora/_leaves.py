@@ -129,14 +129,17 @@ class Leaf(NamedTuple):
         return f"{self.slashed} {self.shape} {self.dtype}"
 
 
-def kinds(leaves: Iterable[Leaf], key: Callable[[Leaf], Any]) -> list[tuple[str, list[Leaf]]]:
-    """Leaves that differ in numbers of their paths alone, with the pattern that they share."""
+def kinds(said: Iterable[tuple[Leaf, Any]]) -> list[tuple[str, Any, list[Leaf]]]:
+    """Leaves of which the same is said and whose paths differ in numbers alone.
+
+    For each kind the pattern that its paths share, what is said, and the leaves.
+    """
     groups: dict[Any, list[Leaf]] = defaultdict(list)
-    for leaf in leaves:
-        groups[re.sub(r"\d+", "*", leaf.slashed), key(leaf)].append(leaf)
+    for leaf, what in said:
+        groups[re.sub(r"\d+", "*", leaf.slashed), what].append(leaf)
     return [
-        (pattern if len(group) > 1 else group[0].slashed, group)
-        for (pattern, _), group in groups.items()
+        (pattern if len(group) > 1 else group[0].slashed, what, group)
+        for (pattern, what), group in groups.items()
     ]
 
 
@@ -232,10 +235,8 @@ def check_paired(tree: PyTree, *rest: PyTree) -> None:
 
 def _paired(paths: list[Path], tree: PyTree) -> list[Any]:
     """The nodes of ``tree`` in the order of ``paths``."""
-    found = dict(nodes_with_paths(tree)[0])
-    other = next((path for path in paths if path not in found), None)
-    if other is None and len(found) > len(paths):
-        other = next(path for path in found if path not in set(paths))
+    found, known = dict(nodes_with_paths(tree)[0]), set(paths)
+    other = next((p for p in (*paths, *found) if p not in found or p not in known), None)
     if other is not None:
         raise ValueError(
             f"the leaf {'/'.join(other) or '(root)'} is in one tree and not in another: give "

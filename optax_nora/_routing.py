@@ -159,13 +159,14 @@ def unmatched(params: PyTree, rule: Rule) -> str:
 def how_to_route(routed: Sequence[Routed], rule: Rule) -> str:
     """Each kind of leaf for which the user has to say, and what to paste."""
     unclear = (one.leaf for one in routed if one.goes_to == "?")
+    listing = kinds((leaf, (leaf.shape, leaf.dtype)) for leaf in unclear)
     return "\n".join(
         [
             "these leaves may be matrices, and nothing says which axes are a row:",
             *(
-                f"  {pattern} {group[0].shape} {group[0].dtype}"
+                f"  {pattern} {shape} {dtype}"
                 + (f", {len(group)} of them" if len(group) > 1 else "")
-                for pattern, group in kinds(unclear, lambda leaf: (leaf.shape, leaf.dtype))
+                for pattern, (shape, dtype), group in listing
             ),
             "Say so. If each is what its comment says, paste",
             *code_to_paste(routed, rule),
@@ -179,14 +180,12 @@ def how_to_route(routed: Sequence[Routed], rule: Rule) -> str:
 
 def code_to_paste(routed: Sequence[Routed], rule: Rule) -> list[str]:
     """Lines of code that route each unclear leaf as it is guessed, and no other leaf."""
-    decisions = {one.leaf.path: one.decision for one in routed}
-    unclear = (one.leaf for one in routed if one.goes_to == "?")
+    unclear = ((one.leaf, one.decision) for one in routed if one.goes_to == "?")
     lines = ["  weight_dimension_numbers=optax_nora.by_path({"]
-    for pattern, group in kinds(unclear, lambda leaf: decisions[leaf.path]):
+    for pattern, (numbers, note, *_), group in kinds(unclear):
         short = (escape(pattern) if len(group) == 1 else pattern, "/" + pattern)
         exact = [p for p in short if [o.leaf for o in routed if matches(p, o.leaf)] == group]
         each = ["/" + (escape(leaf.slashed) if leaf.path else "**") for leaf in group]
-        numbers, note = decisions[group[0].path][:2]
         axes = [a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in numbers or ()]
         spec = f"MuonDimensionNumbers({axes[0]}, {axes[1]})" if numbers else None
         lines += [f"      {p!r}: {spec},  # {note}" for p in exact[:1] or each]

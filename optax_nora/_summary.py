@@ -70,11 +70,11 @@ def summarize(
     except ValueError as error:
         rule = Default()
         remarks += [f"the default routing, as these weight_dimension_numbers are wrong: {error}"]
-    routed = {one.leaf.path: one for one in survey(params, rule)}
+    routed = survey(params, rule)
 
-    def line(path: str, one: Routed) -> tuple[str, ...]:
+    def line(one: Routed) -> tuple[str, ...]:
         leaf, rows = one.leaf, one.rows
-        where = (path, str(leaf.shape), str(leaf.dtype), one.goes_to)
+        where = (str(leaf.shape), str(leaf.dtype), one.goes_to)
         if rows is None or one.goes_to == "adamw":
             return (*where, *[""] * (len(head) - 5), _note(one))
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
@@ -83,23 +83,22 @@ def summarize(
         own = () if block_rows is None else (_blocks(leaf, rows, block_rows),)
         return (*where, *axes, "" if one.goes_to == "?" else scale, *own, _note(one))
 
-    groups = kinds((one.leaf for one in routed.values()), lambda leaf: line("", routed[leaf.path]))
     table = [head] + [
-        line(pattern + (f" x{len(group)}" if len(group) > 1 else ""), routed[group[0].path])
-        for pattern, group in groups
+        (pattern + (f" x{len(group)}" if len(group) > 1 else ""), *cells)
+        for pattern, cells, group in kinds((one.leaf, line(one)) for one in routed)
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    if any(one.goes_to == "?" for one in routed.values()):
+    if any(one.goes_to == "?" for one in routed):
         remarks += [
             "? is for you to say. If each is what its last column says, paste",
-            *code_to_paste([*routed.values()], rule),
+            *code_to_paste(routed, rule),
             "with `from optax.contrib import MuonDimensionNumbers`",
         ]
-    remarks += dict.fromkeys(one.error for one in routed.values())
-    matrices = {path: one.rows for path, one in routed.items() if one.goes_to == "nora"}
+    remarks += dict.fromkeys(one.error for one in routed)
+    matrices = {one.leaf.path: one.rows for one in routed if one.goes_to == "nora"}
     remarks += weak_rows(params, matrices)
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    lines += ["", _totals([*routed.values()]), *filter(None, remarks)]
+    lines += ["", _totals(routed), *filter(None, remarks)]
     print("\n".join(lines), file=file or sys.stdout)
 
 
