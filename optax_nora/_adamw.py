@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,40 +81,37 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class AdamW(NamedTuple):
+    """Arguments of `optax.adamw`, for the leaves that are no matrices."""
+
+    learning_rate: ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
+    mu_dtype: Any
+    weight_decay: ScalarOrSchedule
+    mask: Any  # whatever a user gave as weight_decay_mask
+
+
 def route_to(
     matrix: optax.GradientTransformationExtraArgs,
     weight_dimension_numbers: WeightDimensionNumbers,
-    *,
-    learning_rate: ScalarOrSchedule,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    mu_dtype: Any,
-    weight_decay: Any,
-    weight_decay_mask: Any,
+    adamw: AdamW,
 ) -> StepTransformation:
-    """``matrix`` for the matrices and AdamW, whose arguments these are, for the other leaves.
+    """``matrix`` for the matrices and AdamW for the other leaves.
 
     Both are told ``grad_scale``, a factor on the gradients, and ``write_weights``: to give the
     parameters after the step in the place of updates.
     """
-    check_learning_rate("adam_learning_rate", learning_rate)
-    check_range("adam_weight_decay", weight_decay, schedule=True)
-    check_range("adam_b1", b1, high=1, below=True)
-    check_range("adam_b2", b2, high=1, below=True)
-    check_range("adam_eps", eps)
-    adamw = optax.adamw(
-        learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        mask=decay_mask(weight_decay_mask),
-    )
+    check_learning_rate("adam_learning_rate", adamw.learning_rate)
+    check_range("adam_weight_decay", adamw.weight_decay, schedule=True)
+    check_range("adam_b1", adamw.b1, high=1, below=True)
+    check_range("adam_b2", adamw.b2, high=1, below=True)
+    check_range("adam_eps", adamw.eps)
+    rest = optax.adamw(**adamw._replace(mask=decay_mask(adamw.mask))._asdict())
     branches: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrix,
-        "adamw": in_float32(adamw, wide_state=True),
+        "adamw": in_float32(rest, wide_state=True),
     }
 
     def routed(params: PyTree) -> tuple[optax.GradientTransformationExtraArgs, Routes]:
@@ -130,7 +127,7 @@ def route_to(
                 f"{leaf} is not a floating-point array and cannot be optimized; keep it out of the "
                 "parameters, or wrap the optimizer in optax.masked"
             )
-        return check_holds(mu_dtype, leaf, array)
+        return check_holds(adamw.mu_dtype, leaf, array)
 
     def init(params: PyTree) -> PyTree:
         map_leaves(check, params)
@@ -229,14 +226,13 @@ def with_adamw(
         optax.add_decayed_weights(weight_decay, decay_mask(weight_decay_mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return route_to(
-        in_float32(matrix),
-        weight_dimension_numbers,
-        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+    adamw = AdamW(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
         eps=adam_eps,
         mu_dtype=adam_mu_dtype,
         weight_decay=adam_weight_decay,
-        weight_decay_mask=weight_decay_mask,
+        mask=weight_decay_mask,
     )
+    return route_to(in_float32(matrix), weight_dimension_numbers, adamw)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_nora._adamw import ScalarOrSchedule, StepTransformation, route_to
+from optax_nora._adamw import AdamW, ScalarOrSchedule, StepTransformation, route_to
 from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
 from optax_nora._blocks import direction_of
@@ -216,14 +216,14 @@ def nora(
 
         return step
 
-    return route_to(
-        with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True),
-        weight_dimension_numbers,
-        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+    matrices = with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
+    adamw = AdamW(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
         eps=adam_eps,
         mu_dtype=mu_dtype,
         weight_decay=adam_weight_decay,
-        weight_decay_mask=weight_decay_mask,
+        mask=weight_decay_mask,
     )
+    return route_to(matrices, weight_dimension_numbers, adamw)
