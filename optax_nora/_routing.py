@@ -29,7 +29,7 @@ from optax_nora._leaves import (
     map_leaves,
     nodes_with_paths,
 )
-from optax_nora._rules import ByPath, DenseOnly, Listed, listed, matches, one_rule, rows_of
+from optax_nora._rules import ByPath, DenseOnly, Listed, listed, matches, rows_of, rule_of
 
 Routes = Mapping[Path, Rows | None]  # None where a leaf is no matrix
 WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree], PyTree] | None
@@ -39,10 +39,8 @@ _MAKERS = ("optax_nora._rules", "optax_nora.rules")  # of rules, by functions to
 def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tree: PyTree) -> Rule:
     """The rule in whatever a user gave; ``tree`` is for functions of the parameters."""
     given = weight_dimension_numbers
-    if given is None:
-        return default
-    if isinstance(given, Rule | MuonDimensionNumbers):
-        return one_rule(given, "weight_dimension_numbers is")
+    if given is None or isinstance(given, Rule | MuonDimensionNumbers):
+        return rule_of(given, default)
     of_params = getattr(given, "__name__", "") == "haliax"  # as from_logical_axes
     if (getattr(given, "__module__", "") in _MAKERS and not of_params) or isinstance(given, type):
         raise ValueError(

@@ -55,12 +55,15 @@ class Kernels(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Everywhere(Rule):
-    """One spec for all leaves."""
+    """One spec for all leaves; None for AdamW."""
 
-    spec: MuonDimensionNumbers
+    spec: MuonDimensionNumbers | None
 
     def decide(self, leaf: Leaf) -> Decision:
         return Decision(self.spec)
+
+
+ADAMW = Everywhere(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +106,12 @@ def matches(pattern: str, leaf: Leaf) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ByPath(Rule):
-    patterns: tuple[tuple[str, "MuonDimensionNumbers | Rule | None"], ...]
+    patterns: tuple[tuple[str, Rule], ...]
     optional: bool = False  # whether patterns may match nothing, as those of a family of models
 
     def decide(self, leaf: Leaf) -> Decision:
-        for pattern, spec in self.patterns:
-            if matches(pattern, leaf):
-                return spec.decide(leaf) if isinstance(spec, Rule) else Decision(spec)
-        return Default().decide(leaf)
+        found = (rule for pattern, rule in self.patterns if matches(pattern, leaf))
+        return next(found, Default()).decide(leaf)
 
     def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
         patterns = () if self.optional else self.patterns
@@ -216,23 +217,18 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     return Rows(reduction, output, *split)
 
 
-def _checked_rule(given: Any, where: str) -> MuonDimensionNumbers | Rule | None:
-    if given is None or isinstance(given, Rule):
-        return given
+def rule_of(given: Any, none: Rule, where: str = "") -> Rule:
+    """The rule in what an argument gives; ``none`` is that in None."""
+    if given is None:
+        return none
     if isinstance(given, MuonDimensionNumbers):
-        return checked(given)
+        return Everywhere(checked(given))
+    if isinstance(given, Rule):
+        return given
     raise ValueError(
         f"{where} {repr(given)[:80]}; give optax.contrib.MuonDimensionNumbers, a rule "
         "(called: stacked(), not stacked), or None for AdamW"
     )
-
-
-def one_rule(given: MuonDimensionNumbers | Rule | None, where: str) -> Rule:
-    """The rule in what an argument gives; None is the default routing."""
-    rule = _checked_rule(given, where)
-    if rule is None:
-        return Default()
-    return rule if isinstance(rule, Rule) else Everywhere(rule)
 
 
 def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
@@ -270,7 +266,7 @@ def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
         if not isinstance(pattern, str) or "" in pattern.removeprefix("/").split("/"):
             raise ValueError(f"by_path: the pattern {pattern!r} has an empty segment")
     return ByPath(
-        tuple((p, _checked_rule(spec, f"by_path: {p!r} maps to")) for p, spec in patterns.items())
+        tuple((p, rule_of(x, ADAMW, f"by_path: {p!r} maps to")) for p, x in patterns.items())
     )
 
 
@@ -300,7 +296,7 @@ def stacked(rule: MuonDimensionNumbers | Rule | None = None, axis: int = 0) -> R
       >>> optax_nora.infer_dimension_numbers(params, rule)
       {'layers': {'mlp': {'kernel': MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))}}}
     """
-    one_layer = one_rule(rule, "stacked: rule is")
+    one_layer = rule_of(rule, Default(), "stacked: rule is")
     if len(axes := axes_of(axis, "stacked: axis")) != 1:
         raise ValueError(f"stacked: axis={axis!r} is not one axis; stack stacked() for several")
     return Stacked(one_layer, axes[0])
@@ -366,7 +362,7 @@ def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | No
         if not isinstance(spec, PartitionSpec):
             raise ValueError(f"in_shard_map: {spec!r:.80} is no jax.sharding.PartitionSpec")
     return InShardMap(
-        one_rule(rule, "in_shard_map: rule is"),
+        rule_of(rule, Default(), "in_shard_map: rule is"),
         Frozen((path_of(path), spec) for path, spec in specs),
     )
 

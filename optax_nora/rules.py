@@ -14,7 +14,7 @@ from optax_nora._default import Decision, Default, Rule, ask, by_name
 from optax_nora._guess import axes_told, gated_width, stack_axis
 from optax_nora._leaves import Leaf, PyTree, path_of
 from optax_nora._names import names_convolution, names_weight
-from optax_nora._rules import ByPath, kernels
+from optax_nora._rules import ADAMW, ByPath, kernels, rule_of
 from optax_nora._rules import stacked as _stacked
 
 
@@ -68,7 +68,8 @@ class _Unless(Rule):
 
 
 def _family(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
-    return ByPath(tuple(patterns.items()), optional=True)
+    rules = ((pattern, rule_of(spec, ADAMW)) for pattern, spec in patterns.items())
+    return ByPath(tuple(rules), optional=True)
 
 
 _IN = _Layer(MuonDimensionNumbers(0, (1, 2)), 3)  # (embed, heads, head_dim)
