@@ -28,7 +28,7 @@ class _Layer(Rule):
     def decide(self, leaf: Leaf) -> Decision:
         if self.ndim not in (None, leaf.ndim) or stack_axis(leaf) is not None:
             return Default().decide(leaf)
-        return self.spec.decide(leaf) if isinstance(self.spec, Rule) else Decision(self.spec)
+        return rule_of(self.spec, ADAMW).decide(leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,6 @@ def maxtext(scan_axis: int | None = 1) -> Rule:
         _ATTENTION
         | {
             "qkv_proj/kernel": _Layer(MuonDimensionNumbers(0, (1, 2, 3)), 4),
-            "w[qk]v_b/kernel": _IN,
             "wq_b/kernel": _IN,
             "wkv_b/kernel": _IN,
             "wi_[01]": experts,
@@ -196,8 +195,7 @@ def huggingface_flax() -> Rule:
     out_in = _Layer(MuonDimensionNumbers(1, 0), 2)
     return _family(
         {
-            **dict.fromkeys(["c_attn/kernel", "q_attn/kernel", "c_fc/kernel"], out_in),
-            "c_proj/kernel": out_in,
+            **{f"{name}/kernel": out_in for name in ("c_attn", "q_attn", "c_fc", "c_proj")},
             "*conv*/kernel": _Layer(kernels()),
             "transform/dense/kernel": _DENSE,
             "embedding_hidden_mapping_in/kernel": _DENSE,
