@@ -138,7 +138,7 @@ def by_name(leaf: Leaf) -> Decision | None:
     return None
 
 
-@lru_cache
+@lru_cache(maxsize=1)
 def _vocabulary(tree: Tree) -> frozenset[Shape]:
     """The sorted shapes of the embeddings of words."""
     return frozenset(

@@ -111,7 +111,7 @@ def _pair(leaf: Leaf) -> Guess:
     )
 
 
-@lru_cache
+@lru_cache(maxsize=8)  # the trees of one survey: the whole, and without an axis or two
 def out_first(tree: Tree) -> frozenset[str]:
     """The names of leaves in a tree that are (out, in), as a bias of theirs tells."""
     leaves = (Leaf(path, shape, None, tree) for path, shape in tree.shapes.items())

@@ -41,6 +41,11 @@ def _segments(path: Path) -> Path:
     return segments
 
 
+def slashed(path: Path) -> str:
+    """A path as errors and tables show it."""
+    return "/".join(path) or "(root)"
+
+
 def prefix_in(known: Mapping[Path, Any], path: Path) -> Path | None:
     """The longest beginning of ``path`` that is ``known``, or None."""
     prefixes = (path[:end] for end in range(len(path), -1, -1))
@@ -118,7 +123,7 @@ class Leaf(NamedTuple):
 
     @property
     def slashed(self) -> str:
-        return "/".join(self.path) or "(root)"
+        return slashed(self.path)
 
     def without(self, axis: int) -> "Leaf":
         """The leaf of one layer of a stack along ``axis``."""
@@ -190,9 +195,9 @@ def describe(path: Path, array: Any) -> Leaf:
         return Leaf(path, tuple(array.shape), array.dtype)
     if isinstance(array, int | float | complex):
         return Leaf(path, (), jnp.result_type(array))
-    where = "/".join(path) or "(root)"
     raise ValueError(
-        f"the leaf {where} is {repr(array)[:80]}, not an array: keep it out of the parameters"
+        f"the leaf {slashed(path)} is {repr(array)[:80]}, not an array: keep it out of the "
+        "parameters"
     )
 
 
@@ -239,7 +244,7 @@ def _paired(paths: list[Path], tree: PyTree) -> list[Any]:
     other = next((p for p in (*paths, *found) if p not in found or p not in known), None)
     if other is not None:
         raise ValueError(
-            f"the leaf {'/'.join(other) or '(root)'} is in one tree and not in another: give "
+            f"the leaf {slashed(other)} is in one tree and not in another: give "
             "gradients, state and parameters as trees of one structure"
         )
     return [found[path] for path in paths]

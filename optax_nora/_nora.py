@@ -73,12 +73,7 @@ def scale_by_nora(
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
     return scale_by_momentum(
-        direction_of(block_rows, project),
-        beta,
-        momentum,
-        mu_dtype,
-        weight_dimension_numbers,
-        eps,
+        direction_of(block_rows, project), beta, momentum, mu_dtype, weight_dimension_numbers, eps
     )
 
 

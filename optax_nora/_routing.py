@@ -28,6 +28,7 @@ from optax_nora._leaves import (
     kinds,
     map_leaves,
     nodes_with_paths,
+    slashed,
 )
 from optax_nora._rules import ByPath, DenseOnly, Listed, listed, matches, rows_of, rule_of
 
@@ -52,9 +53,8 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
     specs = {p: _unboxed(node) for p, node in nodes if not isinstance(node, optax.MaskedNode)}
     for path, spec in specs.items():
         if not _is_spec(spec):
-            where = "/".join(path) or "(root)"
             raise ValueError(
-                f"weight_dimension_numbers has {repr(spec)[:80]} at {where}; give "
+                f"weight_dimension_numbers has {repr(spec)[:80]} at {slashed(path)}; give "
                 "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), or None for "
                 "AdamW (under optax.inject_hyperparams a rule: it takes functions for schedules)"
             )

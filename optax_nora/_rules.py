@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -159,16 +160,12 @@ class InShardMap(Rule):
 
 def axes_of(value: Any, where: str) -> tuple[int, ...]:
     """One axis or several as a tuple of int."""
-    if isinstance(value, bool | str):
-        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
-    try:
-        return (operator.index(value),)
-    except TypeError:
-        pass
-    try:
-        return tuple(operator.index(axis) for axis in value)
-    except TypeError:
-        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int") from None
+    if not isinstance(value, bool | str):
+        with suppress(TypeError):
+            return (operator.index(value),)
+        with suppress(TypeError):
+            return tuple(map(operator.index, value))
+    raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
 
 
 def checked(spec: MuonDimensionNumbers) -> MuonDimensionNumbers:
@@ -193,11 +190,10 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     def axes(field: str) -> tuple[int, ...]:
         value = getattr(numbers, field)
         given = axes_of(value, f"{leaf}: {field}")
-        for axis in given:
-            if not -leaf.ndim <= axis < leaf.ndim:
-                raise ValueError(
-                    f"{leaf}: {field}={value} is out of range; its axes are 0 to {leaf.ndim - 1}"
-                )
+        if not all(-leaf.ndim <= axis < leaf.ndim for axis in given):
+            raise ValueError(
+                f"{leaf}: {field}={value} is out of range; its axes are 0 to {leaf.ndim - 1}"
+            )
         found = tuple(axis % leaf.ndim for axis in given)
         if len(set(found)) != len(found):
             raise ValueError(f"{leaf}: {field}={value} repeats an axis; name each axis once")
