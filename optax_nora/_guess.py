@@ -69,10 +69,10 @@ def stack_axis(leaf: Leaf) -> int | None:
         return None
     heads = leaf.ndim == 3 and axes_told(leaf) == (1, 2)  # a bias (heads, head_dim), as its kernel
     for end, segment in enumerate(("", *leaf.segments[:-1])):
-        below = leaf.tree.below.get(leaf.segments[:end], [(leaf.segments, leaf.shape)])
+        below = leaf.tree.below.get(leaf.segments[:end], {(leaf.name, leaf.shape)})
         shapes = {shape for _, shape in below}
         named = segment.lower() in STACKS and not leaf.segments[end].isdigit()
-        wide = (sum(n > 1 for n in shape) > 1 and names_vector(path[-1]) for path, shape in below)
+        wide = (sum(n > 1 for n in shape) > 1 and names_vector(name) for name, shape in below)
         if len(shapes) > 1 and (named or (not heads and any(wide))):
             for axis in (0, 1):
                 lengths = {shape[axis : axis + 1] for shape in shapes}

@@ -72,12 +72,12 @@ class Tree:
         return found
 
     @cached_property
-    def below(self) -> dict[Path, list[tuple[Path, Shape]]]:
-        """All leaves under each module."""
-        found: dict[Path, list[tuple[Path, Shape]]] = defaultdict(list)
+    def below(self) -> dict[Path, set[tuple[str, Shape]]]:
+        """The names and shapes of all leaves under each module."""
+        found: dict[Path, set[tuple[str, Shape]]] = defaultdict(set)
         for segments, shape in self.shapes.items():
             for end in range(len(segments)):
-                found[segments[:end]].append((segments, shape))
+                found[segments[:end]].add((segments[-1], shape))
         return found
 
     def without(self, axis: int) -> "Tree":
