@@ -37,11 +37,9 @@ def biases_of(leaf: Leaf) -> list[Shape]:
     kin = set(words(leaf.name)) - _OF_MATRICES
     beside = leaf.tree.modules.get(leaf.segments[:-1], {})
     found = [(set(words(name)), shape) for name, shape in beside.items() if name != leaf.name]
-    biases = [(own - _OF_BIASES, shape) for own, shape in found if own & _OF_BIASES]
-    for wanted in (kin, set()):
-        if shapes := [shape for rest, shape in biases if rest == wanted and shape]:
-            return shapes
-    return []
+    biases = [(own - _OF_BIASES, shape) for own, shape in found if own & _OF_BIASES and shape]
+    of_kin = [shape for rest, shape in biases if rest == kin]
+    return of_kin or [shape for rest, shape in biases if not rest]
 
 
 def axes_told(leaf: Leaf) -> tuple[int, ...] | None:
@@ -104,11 +102,8 @@ def _pair(leaf: Leaf) -> Guess:
     first = names_weight(leaf.name) or leaf.name in out_first(leaf.tree)
     if (told := axes_told(leaf)) is not None:
         first = told == (0,)
-    return (
-        (MuonDimensionNumbers(1, 0), "(out, in)")
-        if first
-        else (MuonDimensionNumbers(0, 1), "(in, out)")
-    )
+    sides, meaning = ((1, 0), "(out, in)") if first else ((0, 1), "(in, out)")
+    return MuonDimensionNumbers(*sides), meaning
 
 
 @lru_cache(maxsize=8)  # the trees of one survey: the whole, and without an axis or two

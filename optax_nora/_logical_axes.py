@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ KINDS = {
     "lora rank",
 }
 _KIND_OF = {word: kind for kind, known in KINDS.items() for word in known.split()}
-_FILLERS = frozenset({"dim", "axis", "size"})
 
 
 def _axis_names(node: Any) -> tuple[Any, ...] | None:
@@ -77,9 +76,8 @@ class LogicalAxes(Rule):
     def _kind(self, name: str | None) -> str | None:
         if name is None or name in self.kinds:
             return self.kinds.get(name or "")
-        found = [word for word in words(name) if word not in _FILLERS]
-        found = found[: found.index("no")] if "no" in found else found
-        return next((_KIND_OF[word] for word in reversed(found) if word in _KIND_OF), None)
+        told = takewhile(lambda word: word != "no", words(name))
+        return ([_KIND_OF[word] for word in told if word in _KIND_OF] or [None])[-1]
 
 
 def from_logical_axes(

@@ -31,7 +31,7 @@ _EMBEDDING = re.compile(r"(un|pos|tok|patch|rel|time)?emb(s|d|ed|eds|edder|edder
 OWN_EMBEDDINGS = _set("token tokens table tables pos position positions positional latents")
 POSITIONS = _set("wpe pos position positions positional type types segment rel relpos")
 
-HEADS = frozenset({"logit", "logits", "classifier", "readout", "predictions"})  # and logit...
+HEADS = frozenset({"classifier", "readout", "predictions"})  # and all that begins with logit
 _HEAD_SEGMENTS = frozenset({"score", "qa_outputs", "seq_relationship"})
 _NO_HEADS = _set("multi per attn attention self cross each num")  # ..._head is no head
 # In the name of an embedding or a head these cast doubt: a hidden projection beside it.
