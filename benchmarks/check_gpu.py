@@ -289,7 +289,7 @@ def main(args: Args) -> bool:
     cases += [Case(*shape, dtypes, 1.0) for shape in SMALL for dtypes in MIXED]
     rows = measure.rows_with_progress("cases", cases, check, None)
     measure.show(f"kernels against float64, {measure.machine()['device']}", COLUMNS, rows)
-    blocks = (16, 32) if args.small else (32, 64, 128, 256)
+    blocks = (16, 32) if args.small else (32, 64, 128)
     block_cases = [
         BlockCase(*shape, dtypes, b)
         for shape in (SMALL[:5] if args.small else LARGE[:6])

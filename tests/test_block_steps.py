@@ -195,7 +195,11 @@ def test_rows_that_do_not_follow_each_other_have_no_blocks(backend):
             out_specs=spec,
             check_vma=backend == "xla",
         )
-        close(function(w), whole.step(w, whole.init(w), w)[0], of_steps(12, 0.1, 1) + 0.1 * KERNEL[backend])
+        close(
+            function(w),
+            whole.step(w, whole.init(w), w)[0],
+            of_steps(12, 0.1, 1) + 0.1 * KERNEL[backend],
+        )
 
     run(P(None, "x"), 4)
     run(P(None, None, "y"), 1)
