@@ -50,7 +50,7 @@ def draw_run(run: Path, out: Path, title: str) -> None:
     for entropy in (line["unigram_entropy"] for line in metrics if "unigram_entropy" in line):
         axes.axhline(entropy, color="gray", linestyle=":", label="word frequencies alone")
     axes.set(xlabel="step", ylabel="loss (nats a token)")
-    axes.set_title(f"{title}; final held-out loss {held_out[1][-1]:.4f}", fontsize="medium")
+    axes.set_title(f"{title}\nfinal held-out loss {held_out[1][-1]:.4f}", fontsize="medium")
     axes.legend()
     figure.savefig(out, dpi=120)
 

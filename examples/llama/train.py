@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import jax
@@ -125,7 +126,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
         hosts.first(lambda: describe(folder, config, corpus))
         with hosts.watched(folder):
             run(trainer, folder, identity, stopped)
-    say(f"{time.perf_counter() - start:,.0f} s in all")
+    say(f"{timedelta(seconds=round(time.perf_counter() - start))} in all")
 
 
 def describe(folder: Path, config: Config, corpus: Corpus) -> None:
