@@ -1,9 +1,13 @@
 """Tables and pictures of docs/comparison.md, from its rows.
 
-`python -m docs.figures.comparison` prints the tables, `--draw` draws the pictures too.
+`python -m docs.figures.comparison` prints the tables; `--write` puts them into the page, and draws
+the pictures.
 """
 
 import argparse
+import itertools
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +16,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from examples.llama import records
-from examples.llama.plot import best_runs, markdown, mean_loss
+from examples.llama.plot import by_rates, markdown, mean_loss
+from examples.llama.sweep import identity_of
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "comparison"})
 DOCS = Path(__file__).parents[1]
@@ -20,12 +25,16 @@ RESULTS = DOCS / "results" / "comparison"
 ROWS = [RESULTS / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
 MORE = [RESULTS / "more.jsonl"]  # one seed; times say nothing where several runs had one card
 LONG = [RESULTS / "long.jsonl"]
-AGAIN = [RESULTS / "again.jsonl"]
+AGAIN = [RESULTS / "again.jsonl", DOCS / "results" / "blocks" / "60m.jsonl"]
+LATER = [RESULTS / f"{name}.jsonl" for name in ("muon", "paper", "paper_long", "blocks_large")]
 PASS = 63_197_838 / (64 * 256)  # steps that read the text once
 USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
-USUAL |= {"keep_row_norms": False, "scan_layers": False}
+USUAL |= {"keep_row_norms": None}
 OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
-COLORS = dict(zip(OPTIMIZERS, ("C0", "C1", "C2", "C3", "C7"), strict=True))
+BLOCKS = ("blocks of 128", "blocks of 256")
+COLORS = dict(zip(OPTIMIZERS + BLOCKS, ("C0", "C1", "C2", "C3", "C7", "C4", "C5"), strict=True))
+PARAMETERS = {"mixed": "float32", "bfloat16_master": "bfloat16, float32 copies"}
+PARAMETERS |= {"bfloat16": "bfloat16"}
 TUNED_AT = 0.005  # AdamW's rate while the rates of the matrices were tried
 FACTORS = (0.5, 2, 4, 8)  # of the best rate
 OPTIONS = {
@@ -36,14 +45,22 @@ OPTIONS = {
     "row_scale width, base_fan_in 512": {"row_scale": "width"},
     "momentum 1.0": {"momentum": 1.0},
 }
+SCRIPTS = [("muon", "mixed", 0.1, x, 0.01) for x in (0.01, 0.005, 0.001)]
+SCRIPTS += [("muon", "bfloat16", 0.0, x, 0.01) for x in (0.01, 0.005, 0.001)]
+SCRIPTS += [("rmnp", "bfloat16", 0.0, x, 0.004) for x in (0.01, 0.005)]
+SCRIPTS += [("mano", "bfloat16", 0.0, 0.005, 0.002)]
+SCRIPTS += [("nora", "bfloat16_master", 0.0, x, 0.002) for x in (0.01, 0.005)]
+SCRIPTS += [("nora", "bfloat16_master", 0.0, 0.005, 0.004)]
 HEAD = {
-    "main": ("optimizer", "held-out loss", "learning rate", "AdamW's rate"),
+    "main": ("optimizer", "held-out loss", "more steps than Muon", "rate", "AdamW's rate", "tried"),
+    "noise": ("seeds of", "runs", "standard deviation", "two runs apart", "means of two apart"),
     "rates": ("optimizer", "best rate", *(f"times {factor:g}" for factor in FACTORS)),
     "adam": ("optimizer", "0.0025", "0.005", "0.01", "0.02", "0.04"),
     "options": ("Nora with", "rate", "held-out loss"),
     "settings": ("optimizer", "decay 0", "decay 0.1", "bfloat16, float32 copies", "bfloat16"),
     "large": ("optimizer", "rate", "held-out loss", "other rates"),
     "long": ("optimizer", "weight decay", "held-out loss", "training loss", "tokens/s"),
+    "paper": ("optimizer", "parameters", "decay", "AdamW's rate", "rate", "3,000 steps", "10,000"),
 }
 
 
@@ -54,7 +71,8 @@ def usual_decay(row: dict) -> bool:
 
 def pick(rows: list[dict], **fields) -> list[dict]:
     """The rows of the usual settings but for `fields`."""
-    return [row for row in rows if (USUAL | fields).items() <= row["run"].items()]
+    wanted = USUAL | fields
+    return [row for row in rows if all(row["run"].get(k) == v for k, v in wanted.items())]
 
 
 def cell(rows: list[dict]) -> str:
@@ -70,9 +88,9 @@ def speed(row: dict) -> str:
 
 
 def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
-    """The runs at the rates that were tuned with a card of their own, with the usual decay."""
-    own = [row for row in pick(rows) if usual_decay(row) and not row.get("shared_card")]
-    return best_runs(own, optimizer)
+    """The runs at the best pair of rates of those with two seeds or more, with the usual decay."""
+    own = [row for row in pick(rows, optimizer=optimizer) if usual_decay(row)]
+    return min((g for g in by_rates(own, optimizer).values() if len(g) > 1), key=mean_loss)
 
 
 def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
@@ -81,20 +99,76 @@ def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
     return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
 
 
+def spread(groups: Iterable[list[dict]]) -> tuple[float, float]:
+    """Standard deviation of a loss over seeds, pooled over groups, and its standard error."""
+    losses = [[row["loss"] for row in group] for group in groups]
+    free = sum(len(group) - 1 for group in losses)
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in losses)
+    deviation = math.sqrt(squares / free)
+    return deviation, deviation / math.sqrt(2 * free)
+
+
 def noise(rows: list[dict]) -> float:
-    """Standard deviation of a loss over seeds, pooled over the optimizers."""
-    seeds = [[r["loss"] for r in seeds_of_best(rows, name)] for name in OPTIMIZERS]
-    return statistics.mean(map(statistics.variance, seeds)) ** 0.5
+    """Standard deviation of one run."""
+    return spread(seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS)[0]
+
+
+def with_error(rows: list[dict], runs: list[dict]) -> str:
+    """The mean of some runs with its standard error."""
+    return f"{cell(runs)} ± {noise(rows) / math.sqrt(len(runs)):.4f}" if runs else cell(runs)
+
+
+def steps_of_muon(rows: list[dict]) -> list[tuple[int, float, float]]:
+    """Steps of tuned Muon, most first, with the mean loss that they end at and its variance."""
+    best = seeds_of_best(rows, "muon")[0]["run"]
+    fields = ("optimizer", "learning_rate", "adam_learning_rate", "weight_decay")
+    same = {k: best[k] for k in fields}
+    lengths = {row["run"]["steps"] for row in rows if row["run"]["steps"] <= best["steps"]}
+    runs = [(x, pick(rows, **same, steps=x)) for x in sorted(lengths, reverse=True)]
+    return [(x, mean_loss(some), noise(rows) ** 2 / len(some)) for x, some in runs if some]
+
+
+def more_steps(rows: list[dict], runs: list[dict]) -> str:
+    """How many more steps than Muon `runs` took to their loss, with its standard error.
+
+    Between two lengths Muon's loss is taken as linear in the logarithm of its steps.
+    """
+    points, loss = steps_of_muon(rows), mean_loss(runs)
+    most, least = points[0][0], points[-1][0]
+    if most == least:
+        return "not run"
+    if loss > points[-1][1]:
+        return f"over {100 * (most / least - 1):.0f} %"
+    pairs = itertools.pairwise(points)
+    (x1, loss1, variance1), (x2, loss2, variance2) = next(p for p in pairs if loss <= p[1][1])
+    part, slope = (loss - loss1) / (loss2 - loss1), math.log(x1 / x2) / (loss2 - loss1)
+    ratio = most / x1 * math.exp(slope * (loss - loss1))
+    variance = noise(rows) ** 2 / len(runs) + (1 - part) ** 2 * variance1 + part**2 * variance2
+    return f"{100 * (ratio - 1):+z.0f} ± {100 * ratio * slope * math.sqrt(variance):.0f} %"
 
 
 def main(rows: list[dict]) -> list[tuple[str, ...]]:
-    """At the tuned rates, with the standard error of the mean over seeds."""
+    """At the tuned rates; `tried` counts pairs of rates."""
     lines = []
-    for best in sorted((seeds_of_best(rows, name) for name in OPTIMIZERS), key=mean_loss):
-        error = noise(rows) / len(best) ** 0.5
-        run = best[0]["run"]
-        rates = (f"{run['learning_rate']:g}", f"{run['adam_learning_rate']:g}")
-        lines.append((run["optimizer"], f"{cell(best)} ± {error:.4f}", *rates))
+    for best in sorted((seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS), key=mean_loss):
+        name, run = best[0]["name"], best[0]["run"]
+        own = [row for row in pick(rows, optimizer=name) if usual_decay(row)]
+        more = "0" if name == "muon" else more_steps(rows, best)
+        rates = (rate(best[0]), f"{run['adam_learning_rate']:g}")
+        lines.append((name, with_error(rows, best), more, *rates, f"{len(by_rates(own, name))}"))
+    return lines
+
+
+def noises(rows: list[dict]) -> list[tuple[str, ...]]:
+    """How far a run is from another seed's, and how far apart what is ranked must be."""
+    groups = [seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS]
+    muon = [group for group in groups if group[0]["name"] == "muon"]
+    lines = []
+    for name, some in (("muon", muon), ("all of the table", groups)):
+        deviation, error = spread(some)
+        apart = (2 * deviation * math.sqrt(2 / n) for n in (1, 2))
+        cells = (f"{x:.4f}" for x in apart)
+        lines.append((name, f"{sum(map(len, some))}", f"{deviation:.4f} ± {error:.4f}", *cells))
     return lines
 
 
@@ -108,7 +182,7 @@ def losses_by_rate(rows: list[dict], name: str, other: float) -> dict[float, flo
 def rates(rows: list[dict]) -> list[tuple[str, ...]]:
     """What another rate than the best costs; AdamW's rate is the same on both sides."""
     lines = []
-    for name in OPTIMIZERS:
+    for name in OPTIMIZERS + BLOCKS:
         best = seeds_of_best(rows, name)[0]["run"]
         cells = []
         for factor in FACTORS:
@@ -116,7 +190,7 @@ def rates(rows: list[dict]) -> list[tuple[str, ...]]:
             for other, mark in ((TUNED_AT, ""), (best["adam_learning_rate"], " *")):
                 losses = losses_by_rate(rows, name, other)
                 if wanted in losses:
-                    cells.append(f"{losses[wanted] - losses[best['learning_rate']]:.3f}{mark}")
+                    cells.append(f"{losses[wanted] - losses[best['learning_rate']]:z.3f}{mark}")
                     break
             else:
                 cells.append("not run")
@@ -186,39 +260,79 @@ def long(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
+def paper(rows: list[dict]) -> list[tuple[str, ...]]:
+    """Towards what the paper's scripts give each optimizer."""
+    lines = []
+    for name, precision, decay, other, own in SCRIPTS:
+        fields = {"optimizer": name, "precision": precision, "weight_decay": decay}
+        fields |= {"adam_learning_rate": other, "learning_rate": own}
+        ends = (with_error(rows, pick(rows, **fields, steps=steps)) for steps in (3000, 10_000))
+        lines.append((name, PARAMETERS[precision], f"{decay:g}", f"{other:g}", f"{own:g}", *ends))
+    return lines
+
+
 def named_rows(paths: list[Path]) -> list[dict]:
-    """The rows of `paths`, each with its loss and the name of its optimizer."""
-    rows = [row for path in paths for row in records.read(path)]
-    return [row | {"name": row["run"]["optimizer"], "loss": row["held_out_loss"]} for row in rows]
+    """The rows of `paths`, each with its loss and its name: of runs that are the same, the last.
+
+    Whether layers were stacked makes no difference; blocks of rows are optimizers of their own.
+    """
+    rows = {}
+    for row in (row for path in paths if path.exists() for row in records.read(path)):
+        run = {k: v for k, v in identity_of(row).items() if k != "scan_layers"}
+        if run["block_rows"] > 1:
+            run["optimizer"] = f"blocks of {run['block_rows']}"
+        loss = math.inf if row["held_out_loss"] is None else row["held_out_loss"]
+        named = {"run": run, "name": run["optimizer"], "loss": loss}
+        rows[tuple(sorted(run.items()))] = row | named
+    return list(rows.values())
+
+
+def load() -> list[dict]:
+    """All rows of the page."""
+    return named_rows(ROWS + MORE + LONG + AGAIN + LATER)
 
 
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
-    rows = named_rows(ROWS + MORE + LONG)
-    parts: dict[str, Callable] = {"main": main, "rates": rates, "adam": adam, "options": options}
-    parts |= {"settings": settings, "large": large, "long": long}
+    rows = load()
+    parts: dict[str, Callable] = {"main": main, "noise": noises, "rates": rates, "adam": adam}
+    parts |= {"options": options, "settings": settings, "large": large, "long": long}
+    parts |= {"paper": paper}
     return {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
+
+
+def write_tables(page: Path, tables: Iterable[list[str]]) -> None:
+    """Puts each table in the place of the one with the same head."""
+    text = page.read_text("utf-8")
+    for head, *body in tables:
+        old = re.compile(rf"^{re.escape(head)}\n(\|.*\n)+", re.MULTILINE)
+        text = old.sub("\n".join((head, *body, "")), text)
+    page.write_text(text, "utf-8")
 
 
 def draw_rates(rows: list[dict], out: Path) -> None:
     """Final loss against the rate of the matrices, and against AdamW's at the best of these."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     matrices, other = figure.subplots(1, 2)
-    for name in OPTIMIZERS:
-        for axes, losses in (
-            (matrices, losses_by_rate(rows, name, TUNED_AT)),
-            (other, losses_by_adam(rows, name)),
-        ):
-            axes.plot(
-                list(losses), list(losses.values()), "o-", ms=4, label=name, color=COLORS[name]
-            )
-    matrices.set(xlabel=f"rate of the matrices, AdamW's {TUNED_AT:g}", ylabel="held-out loss")
+    for axes, names, style, losses_of in (
+        (matrices, OPTIMIZERS, "o-", lambda name: losses_by_rate(rows, name, TUNED_AT)),
+        (matrices, BLOCKS, "o--", lambda name: losses_by_rate(rows, name, 2 * TUNED_AT)),
+        (other, OPTIMIZERS, "o-", lambda name: losses_by_adam(rows, name)),
+    ):
+        for name in names:
+            points = zip(*losses_of(name).items(), strict=True)
+            axes.plot(*points, style, ms=4, label=name, color=COLORS[name])
+    matrices.set(
+        xlabel=f"rate of the matrices; AdamW's {TUNED_AT:g}, dashed {2 * TUNED_AT:g}",
+        ylabel="held-out loss",
+    )
     other.set(xlabel="AdamW's rate, matrices at the best of theirs")
     for axes in (matrices, other):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.2g}")
-    matrices.set_xticks([0.0005 * 2**i for i in range(6)] + [0.04])
-    other.set_xticks([float(x) for x in HEAD["adam"][1:]])
+    matrices.set_xticks([0.0005 * 2**i for i in range(7)])
+    matrices.set_ylim(top=4.3)  # RMNP, Mano and AdamW leave it
+    other.set_xticks([0.001, *(float(x) for x in HEAD["adam"][1:])])
     matrices.legend()
     _save(figure, out)
 
@@ -240,21 +354,55 @@ def draw_long(rows: list[dict], out: Path) -> None:
     _save(figure, out)
 
 
+def scripted(rows: list[dict], name: str, other: float, steps: int) -> list[dict]:
+    """The runs in the precision and with the decay of the paper's scripts, at their best rate."""
+    precision = "bfloat16_master" if name == "nora" else "bfloat16"
+    fields = {"optimizer": name, "precision": precision, "adam_learning_rate": other}
+    groups = by_rates(pick(rows, **fields, weight_decay=0.0, steps=steps), name).values()
+    return min(groups, key=mean_loss, default=[])
+
+
+def draw_paper(rows: list[dict], out: Path) -> None:
+    """From the tuned settings to those of the paper's scripts, one after the other."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    labels = ("tuned", "precision and decay\nof the scripts", "and their rate\nof AdamW")
+    for axes, steps in zip(figure.subplots(1, 2), (3000, 10_000), strict=True):
+        for name in ("nora", "mano", "rmnp", "muon"):
+            ours = [r for r in pick(rows, optimizer=name, steps=steps) if usual_decay(r)]
+            ours = seeds_of_best(rows, name) if steps == 3000 else ours
+            script = 0.001 if name == "muon" else 0.005
+            stages = [ours, *(scripted(rows, name, other, steps) for other in (0.01, script))]
+            points = [
+                (x, mean_loss(runs), 2 * noise(rows) / math.sqrt(len(runs)))
+                for x, runs in enumerate(stages)
+                if runs
+            ]
+            if points:
+                places, losses, errors = zip(*points, strict=True)
+                axes.errorbar(places, losses, errors, fmt="o-", label=name, color=COLORS[name])
+        axes.set_xticks(range(3), labels)
+        axes.set(title=f"{steps:,} steps; bars: twice the standard error", xlim=(-0.4, 2.4))
+    figure.axes[0].set_ylabel("held-out loss")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _save(figure, out)
+
+
 def _save(figure: Figure, out: Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
 def run(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="write the pictures beside the rows")
+    parser.add_argument("--write", action="store_true", help="write tables and pictures")
     options = parser.parse_args(None if arguments is None else list(arguments))
-    rows = named_rows(ROWS + MORE + LONG)
     for lines in tables().values():
         print("\n".join(lines), end="\n\n")
-    print(f"standard deviation over seeds {noise(rows):.4f}")
-    if options.draw:
+    if options.write:
+        write_tables(DOCS / "comparison.md", tables().values())
+        rows = load()
         draw_rates(rows, RESULTS / "rates.svg")
         draw_long(rows, RESULTS / "long.svg")
+        draw_paper(rows, RESULTS / "paper.svg")
 
 
 if __name__ == "__main__":
