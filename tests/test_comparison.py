@@ -66,9 +66,12 @@ def test_the_sentences_on_rates(rows, best, apart):
     worst = {}
     for name, tuned in best.items():
         rate, other = (tuned[0]["run"][k] for k in ("learning_rate", "adam_learning_rate"))
-        at = [comparison.losses_by_rate(rows, name, x) for x in (comparison.TUNED_AT, other)]
+        by_rate = [comparison.losses_by_rate(rows, name, x) for x in (comparison.TUNED_AT, other)]
         beside = [
-            losses[rate * x] - losses[rate] for losses in at for x in (0.5, 2) if rate * x in losses
+            losses[near] - losses[rate]
+            for losses in by_rate
+            for near in (0.5 * rate, 2 * rate)
+            if near in losses
         ]
         worst[name] = f"{max(beside):.2f}"
     assert worst["nora"] == worst["rmnp"]
@@ -89,12 +92,9 @@ def test_the_sentences_on_rates(rows, best, apart):
         assert all(apart(at("rmnp", other), at(name, other)) > 2 for other in (0.02, 0.04))
 
 
-def test_the_sentences_on_decay_and_precision(rows, best, apart):
+def test_the_sentences_on_decay_and_precision(rows, apart):
     def at(name, **fields):
-        return comparison.same_rates(comparison.pick(rows, **fields), best[name])
-
-    def usual(name):
-        return {"weight_decay": 0.0 if name == "nora" else 0.1}
+        return comparison.at_best(rows, name, seed=0, **fields)
 
     gain = {
         name: mean_loss(at(name, weight_decay=0.0)) - mean_loss(at(name, weight_decay=0.1))
@@ -106,8 +106,7 @@ def test_the_sentences_on_decay_and_precision(rows, best, apart):
     cost = {}
     for name in comparison.OPTIMIZERS:
         mixed, copies, low = (
-            at(name, precision=mode, **usual(name))
-            for mode in ("mixed", "bfloat16_master", "bfloat16")
+            at(name, precision=mode) for mode in ("mixed", "bfloat16_master", "bfloat16")
         )
         assert abs(apart(mixed, copies)) < 2
         cost[name] = f"{mean_loss(low) - mean_loss(mixed):.2f}"
@@ -147,10 +146,11 @@ def test_the_other_sentences(rows, best, apart):
 
 
 def test_what_the_scripts_cost(rows, best, apart):
-    scripts = {name: comparison.scripted(rows, name, 0.01, 3000) for name in ("muon", "rmnp")}
-    for name, runs in scripts.items():
-        assert f"{mean_loss(runs) - mean_loss(best[name]):.2f}" == "0.04"
-    assert abs(apart(best["nora"], comparison.scripted(rows, "nora", 0.01, 3000))) < 2
+    for name in ("muon", "rmnp"):
+        low = comparison.at_best(rows, name, precision="bfloat16", weight_decay=0.0)
+        assert f"{mean_loss(low) - mean_loss(best[name]):.2f}" == "0.04"
+    copies = comparison.at_best(rows, "nora", precision="bfloat16_master")
+    assert abs(apart(best["nora"], copies)) < 2
 
 
 def test_more_steps_by_hand():

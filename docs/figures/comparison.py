@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from examples.llama import records
-from examples.llama.plot import by_rates, markdown, mean_loss
+from examples.llama.plot import RATES, by_rates, markdown, mean_loss
 from examples.llama.sweep import identity_of
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "comparison"})
@@ -93,10 +93,11 @@ def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
     return min((g for g in by_rates(own, optimizer).values() if len(g) > 1), key=mean_loss)
 
 
-def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
-    """Of `rows` those of seed 0 at the rates of `best`."""
-    wanted = {k: best[0]["run"][k] for k in ("optimizer", "learning_rate", "adam_learning_rate")}
-    return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
+def at_best(rows: list[dict], optimizer: str, **fields) -> list[dict]:
+    """The runs with the tuned rates and the usual decay, but for `fields`."""
+    best = seeds_of_best(rows, optimizer)[0]["run"]
+    same = {k: best[k] for k in ("optimizer", *RATES, "weight_decay")}
+    return pick(rows, **(same | fields))
 
 
 def spread(groups: Iterable[list[dict]]) -> tuple[float, float]:
@@ -120,11 +121,8 @@ def with_error(rows: list[dict], runs: list[dict]) -> str:
 
 def steps_of_muon(rows: list[dict]) -> list[tuple[int, float, float]]:
     """Steps of tuned Muon, most first, with the mean loss that they end at and its variance."""
-    best = seeds_of_best(rows, "muon")[0]["run"]
-    fields = ("optimizer", "learning_rate", "adam_learning_rate", "weight_decay")
-    same = {k: best[k] for k in fields}
-    lengths = {row["run"]["steps"] for row in rows if row["run"]["steps"] <= best["steps"]}
-    runs = [(x, pick(rows, **same, steps=x)) for x in sorted(lengths, reverse=True)]
+    lengths = {row["run"]["steps"] for row in rows if row["run"]["steps"] <= USUAL["steps"]}
+    runs = [(x, at_best(rows, "muon", steps=x)) for x in sorted(lengths, reverse=True)]
     return [(x, mean_loss(some), noise(rows) ** 2 / len(some)) for x, some in runs if some]
 
 
@@ -226,15 +224,13 @@ def options(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def settings(rows: list[dict]) -> list[tuple[str, ...]]:
-    """The tuned rates with and without decay, and in lower precision with the usual decay."""
-    lines = []
-    for name in OPTIMIZERS:
-        best = seeds_of_best(rows, name)
-        parts = [pick(rows, weight_decay=x) for x in (0.0, 0.1)]
-        own = [row for row in rows if usual_decay(row)]
-        parts += [pick(own, precision=mode) for mode in ("bfloat16_master", "bfloat16")]
-        lines.append((name, *(cell(same_rates(part, best)) for part in parts)))
-    return lines
+    """With and without decay, and in lower precision with the usual decay."""
+    parts = [{"weight_decay": x} for x in (0.0, 0.1)]
+    parts += [{"precision": mode} for mode in ("bfloat16_master", "bfloat16")]
+    return [
+        (name, *(cell(at_best(rows, name, seed=0, **fields)) for fields in parts))
+        for name in OPTIMIZERS
+    ]
 
 
 def large(rows: list[dict]) -> list[tuple[str, ...]]:
@@ -354,32 +350,26 @@ def draw_long(rows: list[dict], out: Path) -> None:
     _save(figure, out)
 
 
-def scripted(rows: list[dict], name: str, other: float, steps: int) -> list[dict]:
-    """The runs in the precision and with the decay of the paper's scripts, at their best rate."""
-    precision = "bfloat16_master" if name == "nora" else "bfloat16"
-    fields = {"optimizer": name, "precision": precision, "adam_learning_rate": other}
-    groups = by_rates(pick(rows, **fields, weight_decay=0.0, steps=steps), name).values()
-    return min(groups, key=mean_loss, default=[])
-
-
 def draw_paper(rows: list[dict], out: Path) -> None:
     """From the tuned settings to those of the paper's scripts, one after the other."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     labels = ("tuned", "precision and decay\nof the scripts", "and their rate\nof AdamW")
     for axes, steps in zip(figure.subplots(1, 2), (3000, 10_000), strict=True):
         for name in ("nora", "mano", "rmnp", "muon"):
-            ours = [r for r in pick(rows, optimizer=name, steps=steps) if usual_decay(r)]
-            ours = seeds_of_best(rows, name) if steps == 3000 else ours
-            script = 0.001 if name == "muon" else 0.005
-            stages = [ours, *(scripted(rows, name, other, steps) for other in (0.01, script))]
-            points = [
-                (x, mean_loss(runs), 2 * noise(rows) / math.sqrt(len(runs)))
-                for x, runs in enumerate(stages)
-                if runs
-            ]
-            if points:
-                places, losses, errors = zip(*points, strict=True)
-                axes.errorbar(places, losses, errors, fmt="o-", label=name, color=COLORS[name])
+            stages = [at_best(rows, name, steps=steps)]
+            for other in (0.01, 0.001 if name == "muon" else 0.005):
+                low = {"precision": "bfloat16_master" if name == "nora" else "bfloat16"}
+                low |= {"weight_decay": 0.0, "adam_learning_rate": other}
+                stages.append(at_best(rows, name, steps=steps, **low))
+            run = [(x, runs) for x, runs in enumerate(stages) if runs]
+            axes.errorbar(
+                [x for x, _ in run],
+                [mean_loss(runs) for _, runs in run],
+                [2 * noise(rows) / math.sqrt(len(runs)) for _, runs in run],
+                fmt="o-",
+                label=name,
+                color=COLORS[name],
+            )
         axes.set_xticks(range(3), labels)
         axes.set(title=f"{steps:,} steps; bars: twice the standard error", xlim=(-0.4, 2.4))
     figure.axes[0].set_ylabel("held-out loss")
