@@ -5,7 +5,7 @@ import re
 import pytest
 
 from docs.figures import blocks
-from docs.figures.comparison import DOCS
+from docs.figures.yardstick import DOCS
 from examples.llama.plot import markdown
 from examples.llama.sweep import identity_of, read_grid
 

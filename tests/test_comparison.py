@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from docs.figures import comparison
+from docs.figures import comparison, yardstick
 from examples.llama import cli, records
 from examples.llama.config import Config
 from examples.llama.plot import mean_loss
 from examples.llama.sweep import read_grid
 
-PAGE = Path(comparison.DOCS, "comparison.md").read_text("utf-8")
+PAGE = Path(yardstick.DOCS, "comparison.md").read_text("utf-8")
 TEXT = " ".join(PAGE.split())
-GRIDS = comparison.DOCS.parent / "examples/llama/grids"
+GRIDS = yardstick.DOCS.parent / "examples/llama/grids"
 LEFT_OUT = {"deflate", "radial", "keep_row_norms"}  # flags that the trainer once had
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return comparison.load()
+    return yardstick.load()
 
 
 @pytest.fixture(scope="module")
 def best(rows):
-    names = comparison.OPTIMIZERS + comparison.BLOCKS
-    return {name: comparison.seeds_of_best(rows, name) for name in names}
+    names = yardstick.OPTIMIZERS + yardstick.BLOCKS
+    return {name: yardstick.seeds_of_best(rows, name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def apart(rows):
     """How far apart two groups of runs are, in standard errors of the difference."""
 
     def in_errors(low: list[dict], high: list[dict]) -> float:
-        error = comparison.noise(rows) * math.sqrt(1 / len(low) + 1 / len(high))
+        error = yardstick.noise(rows) * math.sqrt(1 / len(low) + 1 / len(high))
         return (mean_loss(high) - mean_loss(low)) / error
 
     return in_errors
@@ -42,7 +42,7 @@ def apart(rows):
 
 def only(rows: list[dict], **fields) -> list[dict]:
     """The best run with these fields."""
-    return [min(comparison.pick(rows, **fields), key=lambda row: row["loss"])]
+    return [min(yardstick.pick(rows, **fields), key=lambda row: row["loss"])]
 
 
 @pytest.mark.parametrize("name", comparison.HEAD)
@@ -85,7 +85,7 @@ def test_the_sentences_on_rates(rows, best, apart):
         same = {k: best[name][0]["run"][k] for k in ("learning_rate", "weight_decay")}
         return only(rows, optimizer=name, seed=0, adam_learning_rate=other, **same)
 
-    for name in comparison.OPTIMIZERS:
+    for name in yardstick.OPTIMIZERS:
         assert apart(at(name, 0.01), at(name, 0.0025)) > 2
         assert abs(apart(at(name, 0.02), at(name, 0.04))) < 2
     for name in ("nora", "mano"):
@@ -94,17 +94,17 @@ def test_the_sentences_on_rates(rows, best, apart):
 
 def test_the_sentences_on_decay_and_precision(rows, apart):
     def at(name, **fields):
-        return comparison.at_best(rows, name, seed=0, **fields)
+        return yardstick.at_best(rows, name, seed=0, **fields)
 
     gain = {
         name: mean_loss(at(name, weight_decay=0.0)) - mean_loss(at(name, weight_decay=0.1))
-        for name in comparison.OPTIMIZERS
+        for name in yardstick.OPTIMIZERS
     }
     assert {f"{gain.pop(name):.2f}" for name in ("rmnp", "muon")} == {"0.02"}
     assert max(gain.values()) < 0.0105
     assert abs(apart(at("nora", weight_decay=0.1), at("rmnp", weight_decay=0.1))) < 2
     cost = {}
-    for name in comparison.OPTIMIZERS:
+    for name in yardstick.OPTIMIZERS:
         mixed, copies, low = (
             at(name, precision=mode) for mode in ("mixed", "bfloat16_master", "bfloat16")
         )
@@ -141,52 +141,52 @@ def test_the_other_sentences(rows, best, apart):
     assert f"look-ahead gains {options.pop(('momentum 1.0', '0.002')) - plain:.3f}" in TEXT
     width = options.pop(("row_scale width, base_fan_in 512", "0.002"))
     assert f"default scale {width - plain:.3f} on `width`" in TEXT
-    two = 2 * math.sqrt(2) * comparison.noise(rows)
+    two = 2 * math.sqrt(2) * yardstick.noise(rows)
     assert all(abs(loss - plain) < two for loss in options.values())
 
 
 def test_what_the_scripts_cost(rows, best, apart):
     for name in ("muon", "rmnp"):
-        low = comparison.at_best(rows, name, precision="bfloat16", weight_decay=0.0)
+        low = yardstick.at_best(rows, name, precision="bfloat16", weight_decay=0.0)
         assert f"{mean_loss(low) - mean_loss(best[name]):.2f}" == "0.04"
-    copies = comparison.at_best(rows, "nora", precision="bfloat16_master")
+    copies = yardstick.at_best(rows, "nora", precision="bfloat16_master")
     assert abs(apart(best["nora"], copies)) < 2
 
 
 def test_more_steps_by_hand():
     """Muon's loss falls by 1 where its steps double: what is 1 above took twice the steps."""
     tuned = {"optimizer": "muon", "learning_rate": 0.01, "adam_learning_rate": 0.01}
-    tuned |= comparison.USUAL | {"weight_decay": 0.1}
+    tuned |= yardstick.USUAL | {"weight_decay": 0.1}
 
     def row(loss, seed=0, **fields):
         name = fields.get("optimizer", "muon")
         return {"run": tuned | fields | {"seed": seed}, "loss": loss, "name": name}
 
-    others = [n for n in comparison.OPTIMIZERS + comparison.BLOCKS if n != "muon"]
+    others = [n for n in yardstick.OPTIMIZERS + yardstick.BLOCKS if n != "muon"]
     seeds = [
         row(5 + (-1) ** seed * 0.02, seed, optimizer=name, weight_decay=0.1 * (name != "nora"))
         for name in others
         for seed in (0, 1)
     ]
     full = [row(3 + (-1) ** seed * 0.02, seed) for seed in (0, 1)]
-    assert comparison.more_steps(seeds + full, [row(4)]) == "not run"
+    assert yardstick.more_steps(seeds + full, [row(4)]) == "not run"
     rows = seeds + full + [row(4, steps=1500), row(5, steps=750)]
-    noise = comparison.noise(rows)
+    noise = yardstick.noise(rows)
     assert noise == pytest.approx(math.sqrt(2) * 0.02)
-    assert comparison.spread([full]) == pytest.approx((noise, noise / math.sqrt(2)))
+    assert yardstick.spread([full]) == pytest.approx((noise, noise / math.sqrt(2)))
     # At 4.5 it is halfway: a variance of its own, and a quarter of each end's.
     error = 2**1.5 * math.log(2) * noise * math.sqrt(1 + 1 / 4 + 1 / 4)
-    assert comparison.more_steps(rows, [row(4.5)]) == f"+183 ± {100 * error:.0f} %"
-    assert comparison.more_steps(rows, [row(3)]).startswith("+0 ±")
-    assert comparison.more_steps(rows, [row(2)]).startswith("-50 ±")
-    assert comparison.more_steps(rows, [row(5.1)]) == "over 300 %"
+    assert yardstick.more_steps(rows, [row(4.5)]) == f"+183 ± {100 * error:.0f} %"
+    assert yardstick.more_steps(rows, [row(3)]).startswith("+0 ±")
+    assert yardstick.more_steps(rows, [row(2)]).startswith("-50 ±")
+    assert yardstick.more_steps(rows, [row(5.1)]) == "over 300 %"
 
 
 def test_what_was_run_again_came_out_as_before():
-    before = comparison.named_rows(comparison.ROWS)
-    again = comparison.named_rows(comparison.AGAIN)
+    before = yardstick.read(yardstick.ROWS)
+    again = yardstick.read(yardstick.AGAIN)
     pairs = [(row, old) for row in again for old in before if old["run"] == row["run"]]
-    assert {row["name"] for row, _ in pairs} == set(comparison.OPTIMIZERS)
+    assert {row["name"] for row, _ in pairs} == set(yardstick.OPTIMIZERS)
     assert all(abs(row["loss"] - old["loss"]) <= 0.0011 for row, old in pairs)
 
 
@@ -203,7 +203,7 @@ def test_every_row_is_of_the_grids_that_the_page_names():
         return {k: v for k, v in run.items() if k not in LEFT_OUT}
 
     runs = re.findall(r'^    run (\w+) "?([\w ]+?)"?(?: \S*best.*)?$', PAGE, re.M)
-    files = {path.stem for path in comparison.RESULTS.glob("*.jsonl")}
+    files = {path.stem for path in yardstick.RESULTS.glob("*.jsonl")}
     assert files <= {name for name, _ in runs}
     every = re.findall(r"--preset 60m.*\\\n.*(?= &)", PAGE)[0].replace("\\\n", "").split()
     every += ["--precision", "mixed"]  # what it is on a GPU
@@ -214,7 +214,7 @@ def test_every_row_is_of_the_grids_that_the_page_names():
         configs = [config for path in paths for config in read_grid(path, every, best)]
         if name not in files:
             continue
-        rows = records.read(comparison.RESULTS / f"{name}.jsonl")
+        rows = records.read(yardstick.RESULTS / f"{name}.jsonl")
         wanted = [known(cli.identity(config, rows[0]["run"]["text"])) for config in configs]
         rows = [row for row in rows if not any(row["run"].get(flag) for flag in LEFT_OUT)]
         assert all(known(fields | row["run"]) in wanted for row in rows), name
@@ -222,7 +222,7 @@ def test_every_row_is_of_the_grids_that_the_page_names():
 
 
 def test_help_writes_nothing(capsys):
-    written = [*comparison.RESULTS.glob("*.svg"), comparison.DOCS / "comparison.md"]
+    written = [*yardstick.RESULTS.glob("*.svg"), yardstick.DOCS / "comparison.md"]
     times = {path: path.stat().st_mtime_ns for path in written}
     with pytest.raises(SystemExit):
         comparison.run(["--help"])

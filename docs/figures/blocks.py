@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from docs.figures.comparison import DOCS, write_tables
+from docs.figures.comparison import write_tables
+from docs.figures.yardstick import DOCS
 from examples.llama import records
 from examples.llama.plot import markdown
 

@@ -5,7 +5,6 @@ the pictures.
 """
 
 import argparse
-import itertools
 import math
 import re
 import statistics
@@ -15,23 +14,24 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples.llama import records
-from examples.llama.plot import RATES, by_rates, markdown, mean_loss
-from examples.llama.sweep import identity_of
+from docs.figures.yardstick import (
+    BLOCKS,
+    DOCS,
+    OPTIMIZERS,
+    RESULTS,
+    at_best,
+    load,
+    more_steps,
+    noise,
+    pick,
+    seeds_of_best,
+    spread,
+    usual_decay,
+)
+from examples.llama.plot import by_rates, markdown, mean_loss
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "comparison"})
-DOCS = Path(__file__).parents[1]
-RESULTS = DOCS / "results" / "comparison"
-ROWS = [RESULTS / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
-MORE = [RESULTS / "more.jsonl"]  # one seed; times say nothing where several runs had one card
-LONG = [RESULTS / "long.jsonl"]
-AGAIN = [RESULTS / "again.jsonl", DOCS / "results" / "blocks" / "60m.jsonl"]
-LATER = [RESULTS / f"{name}.jsonl" for name in ("muon", "paper", "paper_long", "blocks_large")]
 PASS = 63_197_838 / (64 * 256)  # steps that read the text once
-USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
-USUAL |= {"keep_row_norms": None}
-OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
-BLOCKS = ("blocks of 128", "blocks of 256")
 COLORS = dict(zip(OPTIMIZERS + BLOCKS, ("C0", "C1", "C2", "C3", "C7", "C4", "C5"), strict=True))
 PARAMETERS = {"mixed": "float32", "bfloat16_master": "bfloat16, float32 copies"}
 PARAMETERS |= {"bfloat16": "bfloat16"}
@@ -64,17 +64,6 @@ HEAD = {
 }
 
 
-def usual_decay(row: dict) -> bool:
-    """Whether the weight decay is the one that the paper gives the optimizer."""
-    return row["run"]["weight_decay"] == (0.0 if row["run"]["optimizer"] == "nora" else 0.1)
-
-
-def pick(rows: list[dict], **fields) -> list[dict]:
-    """The rows of the usual settings but for `fields`."""
-    wanted = USUAL | fields
-    return [row for row in rows if all(row["run"].get(k) == v for k, v in wanted.items())]
-
-
 def cell(rows: list[dict]) -> str:
     return f"{mean_loss(rows):.4f}" if rows else "not run"
 
@@ -87,62 +76,9 @@ def speed(row: dict) -> str:
     return "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
 
 
-def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
-    """The runs at the best pair of rates of those with two seeds or more, with the usual decay."""
-    own = [row for row in pick(rows, optimizer=optimizer) if usual_decay(row)]
-    return min((g for g in by_rates(own, optimizer).values() if len(g) > 1), key=mean_loss)
-
-
-def at_best(rows: list[dict], optimizer: str, **fields) -> list[dict]:
-    """The runs with the tuned rates and the usual decay, but for `fields`."""
-    best = seeds_of_best(rows, optimizer)[0]["run"]
-    same = {k: best[k] for k in ("optimizer", *RATES, "weight_decay")}
-    return pick(rows, **(same | fields))
-
-
-def spread(groups: Iterable[list[dict]]) -> tuple[float, float]:
-    """Standard deviation of a loss over seeds, pooled over groups, and its standard error."""
-    losses = [[row["loss"] for row in group] for group in groups]
-    free = sum(len(group) - 1 for group in losses)
-    squares = sum((len(group) - 1) * statistics.variance(group) for group in losses)
-    deviation = math.sqrt(squares / free)
-    return deviation, deviation / math.sqrt(2 * free)
-
-
-def noise(rows: list[dict]) -> float:
-    """Standard deviation of one run."""
-    return spread(seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS)[0]
-
-
 def with_error(rows: list[dict], runs: list[dict]) -> str:
     """The mean of some runs with its standard error."""
     return f"{cell(runs)} ± {noise(rows) / math.sqrt(len(runs)):.4f}" if runs else cell(runs)
-
-
-def steps_of_muon(rows: list[dict]) -> list[tuple[int, float, float]]:
-    """Steps of tuned Muon, most first, with the mean loss that they end at and its variance."""
-    lengths = {row["run"]["steps"] for row in rows if row["run"]["steps"] <= USUAL["steps"]}
-    runs = [(x, at_best(rows, "muon", steps=x)) for x in sorted(lengths, reverse=True)]
-    return [(x, mean_loss(some), noise(rows) ** 2 / len(some)) for x, some in runs if some]
-
-
-def more_steps(rows: list[dict], runs: list[dict]) -> str:
-    """How many more steps than Muon `runs` took to their loss, with its standard error.
-
-    Between two lengths Muon's loss is taken as linear in the logarithm of its steps.
-    """
-    points, loss = steps_of_muon(rows), mean_loss(runs)
-    most, least = points[0][0], points[-1][0]
-    if most == least:
-        return "not run"
-    if loss > points[-1][1]:
-        return f"over {100 * (most / least - 1):.0f} %"
-    pairs = itertools.pairwise(points)
-    (x1, loss1, variance1), (x2, loss2, variance2) = next(p for p in pairs if loss <= p[1][1])
-    part, slope = (loss - loss1) / (loss2 - loss1), math.log(x1 / x2) / (loss2 - loss1)
-    ratio = most / x1 * math.exp(slope * (loss - loss1))
-    variance = noise(rows) ** 2 / len(runs) + (1 - part) ** 2 * variance1 + part**2 * variance2
-    return f"{100 * (ratio - 1):+z.0f} ± {100 * ratio * slope * math.sqrt(variance):.0f} %"
 
 
 def main(rows: list[dict]) -> list[tuple[str, ...]]:
@@ -267,27 +203,6 @@ def paper(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
-def named_rows(paths: list[Path]) -> list[dict]:
-    """The rows of `paths`, each with its loss and its name: of runs that are the same, the last.
-
-    Whether layers were stacked makes no difference; blocks of rows are optimizers of their own.
-    """
-    rows = {}
-    for row in (row for path in paths if path.exists() for row in records.read(path)):
-        run = {k: v for k, v in identity_of(row).items() if k != "scan_layers"}
-        if run["block_rows"] > 1:
-            run["optimizer"] = f"blocks of {run['block_rows']}"
-        loss = math.inf if row["held_out_loss"] is None else row["held_out_loss"]
-        named = {"run": run, "name": run["optimizer"], "loss": loss}
-        rows[tuple(sorted(run.items()))] = row | named
-    return list(rows.values())
-
-
-def load() -> list[dict]:
-    """All rows of the page."""
-    return named_rows(ROWS + MORE + LONG + AGAIN + LATER)
-
-
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
     rows = load()
@@ -352,9 +267,12 @@ def draw_long(rows: list[dict], out: Path) -> None:
 
 def draw_paper(rows: list[dict], out: Path) -> None:
     """From the tuned settings to those of the paper's scripts, one after the other."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    copies = [row["run"] for row in rows if row["run"]["precision"] == "bfloat16_master"]
+    lengths = sorted({run["steps"] for run in copies})
+    figure = Figure(figsize=(5.5 * len(lengths), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     labels = ("tuned", "precision and decay\nof the scripts", "and their rate\nof AdamW")
-    for axes, steps in zip(figure.subplots(1, 2), (3000, 10_000), strict=True):
+    for axes, steps in zip(panels, lengths, strict=True):
         for name in ("nora", "mano", "rmnp", "muon"):
             stages = [at_best(rows, name, steps=steps)]
             for other in (0.01, 0.001 if name == "muon" else 0.005):
