@@ -239,10 +239,10 @@ def check_blocks(case: BlockCase) -> dict[str, Any]:
         "same_bits": all(np.array_equal(a, b) for a, b in zip(*runs, strict=True)),
         "in_place": pointers(runs[1]) == before or jax.default_backend() != "gpu",
     }
-    # A momentum of bfloat16 is made orthonormal as it is stored: half its eps, for each condition.
+    # 2e-2: tests/test_block_kernels.py. A momentum of bfloat16 is made orthonormal as it is stored: half its eps, for each condition.
     stored = float(jnp.finfo(case.dtypes[1]).eps)
     row["ok"] = (
-        row["update"] <= 1e-2 + eps + 30 * (stored if stored > 1e-6 else 0)
+        row["update"] <= 2e-2 + eps + 30 * (stored if stored > 1e-6 else 0)
         and row["length"] <= 2e-6 + eps
         and row["same_bits"]
         and row["in_place"]
@@ -287,7 +287,7 @@ def main(args: Args) -> bool:
     cases = [Case(*shape, dtypes, 1.0) for shape in shapes for dtypes in (FLOAT32, BFLOAT16)]
     cases += [Case(*shape, FLOAT32, 1e-3) for shape in shapes]
     cases += [Case(*shape, dtypes, 1.0) for shape in SMALL for dtypes in MIXED]
-    rows = measure.rows_with_progress("cases", cases, check)
+    rows = measure.rows_with_progress("cases", cases, check, None)
     measure.show(f"kernels against float64, {measure.machine()['device']}", COLUMNS, rows)
     blocks = (16, 32) if args.small else (32, 64, 128, 256)
     block_cases = [
@@ -296,7 +296,7 @@ def main(args: Args) -> bool:
         for dtypes in (FLOAT32, BFLOAT16, MIXED[0])
         for b in blocks
     ]
-    block_rows = measure.rows_with_progress("blocks", block_cases, check_blocks)
+    block_rows = measure.rows_with_progress("blocks", block_cases, check_blocks, None)
     measure.show("blocks by kernels against float64", BLOCK_COLUMNS, block_rows)
     rows += block_rows
     count = len(jax.devices())

@@ -4,8 +4,10 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-console = Console(highlight=False)
+# Tables that go to a file are as wide as they need be.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 class Timing(NamedTuple):
@@ -92,16 +95,28 @@ def machine() -> dict[str, Any]:
     }
 
 
-def rows_with_progress(title: str, tasks: Sequence[Any], run: Callable[[Any], dict[str, Any]]):
-    """``run`` of every task, with a bar; a task that fails becomes a row that says why."""
+def rows_with_progress(
+    title: str,
+    tasks: Sequence[Any],
+    run: Callable[[Any], dict[str, Any]],
+    threads: int | None = 1,
+) -> list[dict[str, Any]]:
+    """``run`` of every task, with a bar; a task that fails becomes a row that says why.
+
+    With several threads, None for one a core, programs compile at the same time: not for timing.
+    """
+
+    def row(task: Any) -> dict[str, Any]:
+        try:
+            return run(task)
+        except jax.errors.JaxRuntimeError as error:  # most often: out of memory
+            return {**task._asdict(), "error": str(error).splitlines()[0]}
+
     rows = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(threads) as pool:
         bar = progress.add_task(title, total=len(tasks))
-        for task in tasks:
-            try:
-                rows.append(run(task))
-            except jax.errors.JaxRuntimeError as error:  # most often: out of memory
-                rows.append({**task._asdict(), "error": str(error).splitlines()[0]})
+        for found in pool.map(row, tasks):
+            rows.append(found)
             progress.advance(bar)
     return rows
 

@@ -32,7 +32,7 @@ def product(a: Array, b: Array) -> Array:
     return jnp.real(a * jnp.conj(b)) if jnp.iscomplexobj(a) else a * b
 
 
-def _squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Array, ...]:
+def squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Array, ...]:
     """|u|^2 times the square of a power of two, that power, and the sums of ``others``.
 
     The power is 1, but for rows whose ``|u|^2 + beside`` overflows. Their sums are made in the same
@@ -47,7 +47,7 @@ def _squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Arr
 def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     """Rows of h without their part along w, squared norms, 0 where only noise is left, and powers.
 
-    The squares are those of rows times their power: see `_squares`.
+    The squares are those of rows times their power: see `squares`.
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
@@ -57,7 +57,7 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     # No product with 1 / ww: where that is computed again, it may round otherwise.
     along = SHRINK * hw / ww
     u = h - along * w
-    uu, power, uw = _squares(rows, u, product(u, short), beside=hw * along / SHRINK)
+    uu, power, uw = squares(rows, u, product(u, short), beside=hw * along / SHRINK)
     leak = SHRINK * uw / ww
     square = uu - (power * uw) * (power * leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
@@ -82,7 +82,7 @@ def project(rows: Rows, h: Array, w: Array) -> Array:
 
 def normalize(rows: Rows, h: Array, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
-    square, power = _squares(rows, h)
+    square, power = squares(rows, h)
     return divide_by_norm(h, square, eps, power)
 
 

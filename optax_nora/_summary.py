@@ -108,12 +108,12 @@ def summarize(
 
 
 def _blocks(leaf: Leaf, rows: Rows, block_rows: int) -> str:
-    """The blocks of a matrix, and operations a weight: two products and six iterations."""
+    """The blocks of a matrix, and operations a weight: two products and five quintics."""
     size = block_size(leaf.shape, rows, block_rows)
     if not size:
         return ""
     count, rest = divmod(rows.fan_out(leaf.shape), size)
-    cost = 4 * size + 48 * size**2 // rows.fan_in(leaf.shape) if size > 1 else 0
+    cost = 4 * size + 34 * size**2 // rows.fan_in(leaf.shape) if size > 1 else 0
     return f"{count} x {size}" + (f" + {rest}" if rest else "") + f", {cost} ops"
 
 

@@ -29,9 +29,9 @@ PLAIN = NUMBERS._replace(
     grad_scale=1, beta=0, one_minus_beta=1, ahead=1, one_minus_ahead=0, row_scale=1, weight_decay=0
 )._replace(learning_rate=-1)  # the update is the direction
 SMALL = _block_kernels.Tuning((64, 128, 1), (64, 128, 1))  # so that there are parts
-# Of a unit vector's entries: products of pairs of float16 and bfloat16 in six quintics, the last
-# four of one float16 each, 2**-11, times what later ones make of that; and d in float16.
-OFF = 4e-3
+# Of a row of the direction. The last three quintics multiply by factors rounded to float16, whose
+# entries of up to 4 are off by 2**-11, and whose least eigenvalue is 1/3. The rest is far less.
+OFF = 3 * 4 * 2.0**-11 / (1 / 3)
 FIRST, LAST = Rows((0,), (1,)), Rows((1,), (0,))
 
 

@@ -17,9 +17,9 @@ P = PartitionSpec
 every_backend = pytest.mark.parametrize("backend", ["xla", "pallas"])
 RULE = optax_nora.by_path({"last": MuonDimensionNumbers(1, 0), "layers": optax_nora.stacked()})
 SHAPES = {"kernel": (48, 40), "last": (40, 64), "layers": {"kernel": (3, 40, 32)}, "bias": (7,)}
-# Kernels multiply pairs of half-precision numbers: entries of a direction are off by 4e-3 at most
-# (tests/test_block_kernels.py), and the next momentum is not touched by that.
-KERNEL = {"xla": 0.0, "pallas": 4e-3}
+# Kernels round to half precision: rows of a direction are off by this (tests/test_block_kernels.py),
+# and the next momentum is not touched by that.
+KERNEL = {"xla": 0.0, "pallas": 3 * 4 * 2.0**-11 / (1 / 3)}
 
 
 def tree(seed, shapes=SHAPES):
@@ -157,10 +157,12 @@ def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(spec, kind, ba
         got = function(*placed)
         program = function.lower(*placed).compile().as_text()
     stepped, update, *parts = zip(jax.device_get(got), function(g, w), strict=True)
+    # Gaussian blocks of 16 rows of 32 have a condition of (1 + 0.5**0.5) / (1 - 0.5**0.5), its square
+    # in their Gram matrices, where sums are stretched by it.
     for pair in (stepped, update):
-        close(*pair, of_steps(32, 0.1, 1) + 0.1 * KERNEL[backend])
+        close(*pair, of_steps(32, 0.1, 1, condition=34) + 0.1 * KERNEL[backend])
     for pair in parts:
-        close(*pair, of_steps(32, 1, 1))
+        close(*pair, of_steps(32, 1, 1, condition=34))
     for x in jax.tree.leaves(got):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -193,7 +195,7 @@ def test_rows_that_do_not_follow_each_other_have_no_blocks(backend):
             out_specs=spec,
             check_vma=backend == "xla",
         )
-        close(function(w), whole.step(w, whole.init(w), w)[0], of_steps(12, 0.1, 1) + 0.1 * 4e-3)
+        close(function(w), whole.step(w, whole.init(w), w)[0], of_steps(12, 0.1, 1) + 0.1 * KERNEL[backend])
 
     run(P(None, "x"), 4)
     run(P(None, None, "y"), 1)

