@@ -5,7 +5,7 @@ import re
 import pytest
 
 from docs.figures import blocks
-from docs.figures.comparison import DOCS
+from docs.figures.yardstick import DOCS
 from examples.llama.plot import markdown
 from examples.llama.sweep import identity_of, read_grid
 
@@ -46,7 +46,6 @@ def test_every_row_is_of_the_grid():
     from examples.llama import cli
 
     wanted = [cli.identity(config, text) for config in read_grid(grid, flags, [])]
-    assert len(wanted) == len(rows)
     for row in rows:
         assert identity_of(row) in wanted
 

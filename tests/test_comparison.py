@@ -1,99 +1,201 @@
 """docs/comparison.md says what its rows say."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from docs.figures import comparison
+from docs.figures import comparison, yardstick
 from examples.llama import cli, records
 from examples.llama.config import Config
 from examples.llama.plot import mean_loss
 from examples.llama.sweep import read_grid
 
-PAGE = Path(comparison.DOCS, "comparison.md").read_text("utf-8")
+PAGE = Path(yardstick.DOCS, "comparison.md").read_text("utf-8")
 TEXT = " ".join(PAGE.split())
-GRIDS = comparison.DOCS.parent / "examples/llama/grids"
+GRIDS = yardstick.DOCS.parent / "examples/llama/grids"
 LEFT_OUT = {"deflate", "radial", "keep_row_norms"}  # flags that the trainer once had
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return comparison.named_rows(comparison.ROWS + comparison.MORE + comparison.LONG)
+    return yardstick.load()
+
+
+@pytest.fixture(scope="module")
+def best(rows):
+    names = yardstick.OPTIMIZERS + yardstick.BLOCKS
+    return {name: yardstick.seeds_of_best(rows, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def apart(rows):
+    """How far apart two groups of runs are, in standard errors of the difference."""
+
+    def in_errors(low: list[dict], high: list[dict]) -> float:
+        error = yardstick.noise(rows) * math.sqrt(1 / len(low) + 1 / len(high))
+        return (mean_loss(high) - mean_loss(low)) / error
+
+    return in_errors
+
+
+def only(rows: list[dict], **fields) -> list[dict]:
+    """The best run with these fields."""
+    return [min(yardstick.pick(rows, **fields), key=lambda row: row["loss"])]
 
 
 @pytest.mark.parametrize("name", comparison.HEAD)
 def test_the_tables_are_those_of_the_rows(name):
     lines = comparison.tables()[name]
-    assert len(lines) > 5
+    assert len(lines) > 3
     assert "\n".join(lines) in PAGE
 
 
-def test_what_is_ranked_is_further_apart_than_the_noise(rows):
-    noise = comparison.noise(rows)
-    assert f"a standard deviation of {noise:.4f} over seeds" in TEXT
-    two, one = 2 * noise * (2 / 2) ** 0.5, 2 * noise * 2**0.5
-    assert f"{two:.3f} between means of two seeds, {one:.3f} between single runs" in TEXT
+def test_what_is_before_is_twice_the_error_before(best, apart):
+    last = ("rmnp", "mano", "nora")
+    assert abs(apart(best["muon"], best["blocks of 256"])) < 2
+    for first in ("muon", "blocks of 256"):
+        assert apart(best[first], best["blocks of 128"]) > 2
+    assert apart(best["blocks of 128"], best["adamw"]) > 2
+    assert all(apart(best["adamw"], best[name]) > 2 for name in last)
+    assert f"AdamW is {mean_loss(best['adamw']) - mean_loss(best['muon']):.2f} above Muon" in TEXT
 
 
-def test_the_sentences_say_what_the_rows_say(rows):
-    def lowest(**fields):
-        return min(row["loss"] for row in comparison.pick(rows, **fields))
-
-    def bfloat16(name):
-        return lowest(optimizer=name, precision="bfloat16", weight_decay=0.0)
-
-    def behind_muon(of):
-        return f"{of['nora'] - of['muon']:.3f}"
-
-    ends = {name: lowest(optimizer=name, scan_layers=name == "sso") for name in ("sso", "adamp")}
-    assert f"SSO ends at {ends['sso']:.4f}" in TEXT
-    assert f"AdamP at {ends['adamp']:.4f}" in TEXT
-    assert f"RMNP {bfloat16('rmnp'):.4f}, Muon {bfloat16('muon'):.4f}" in TEXT
-
-    pair = ("nora", "muon")
-    best = {name: comparison.seeds_of_best(rows, name) for name in comparison.OPTIMIZERS}
-    few = behind_muon({name: lowest(optimizer=name, batch=256, steps=600) for name in pair})
-    usual = behind_muon({name: mean_loss(best[name]) for name in pair})
-    many = behind_muon({name: lowest(optimizer=name, steps=10_000) for name in pair})
-    assert f"{few} behind Muon here, {usual} after 3,000 steps, {many} after 10,000" in TEXT
-
+def test_the_sentences_on_rates(rows, best, apart):
     worst = {}
     for name, tuned in best.items():
         rate, other = (tuned[0]["run"][k] for k in ("learning_rate", "adam_learning_rate"))
-        at = [comparison.losses_by_rate(rows, name, x) for x in (comparison.TUNED_AT, other)]
+        by_rate = [comparison.losses_by_rate(rows, name, x) for x in (comparison.TUNED_AT, other)]
         beside = [
-            losses[rate * x] - losses[rate] for losses in at for x in (0.5, 2) if rate * x in losses
+            losses[near] - losses[rate]
+            for losses in by_rate
+            for near in (0.5 * rate, 2 * rate)
+            if near in losses
         ]
-        worst[name] = f"{max(beside):.3f}"
+        worst[name] = f"{max(beside):.2f}"
+    assert worst["nora"] == worst["rmnp"]
+    assert worst["blocks of 128"] == worst["blocks of 256"]
     assert (
-        f"costs Muon {worst['muon']}, AdamW {worst['adamw']}, Nora {worst['nora']}, "
-        f"RMNP {worst['rmnp']}, Mano {worst['mano']}"
+        f"costs blocks {worst['blocks of 128']}, Muon {worst['muon']}, AdamW {worst['adamw']}, "
+        f"Nora and RMNP {worst['nora']}, Mano {worst['mano']}"
     ) in TEXT
 
+    def at(name, other):
+        same = {k: best[name][0]["run"][k] for k in ("learning_rate", "weight_decay")}
+        return only(rows, optimizer=name, seed=0, adam_learning_rate=other, **same)
 
-def test_what_was_run_again_came_out_as_before(rows):
-    for row in records.read(comparison.AGAIN[0]):
-        before = next(r for r in rows if r["run"].items() <= row["run"].items())
-        assert abs(row["held_out_loss"] - before["loss"]) <= 0.0011
+    for name in yardstick.OPTIMIZERS:
+        assert apart(at(name, 0.01), at(name, 0.0025)) > 2
+        assert abs(apart(at(name, 0.02), at(name, 0.04))) < 2
+    for name in ("nora", "mano"):
+        assert all(apart(at("rmnp", other), at(name, other)) > 2 for other in (0.02, 0.04))
 
 
-def test_the_leaders_were_run_again(rows):
-    for row in records.read(comparison.DOCS / "results" / "blocks" / "60m.jsonl"):
-        if (name := row["run"]["optimizer"]) in ("muon", "adamw"):
-            assert f"({row['held_out_loss']:.4f})" in TEXT
-            (first,) = (
-                r["loss"] for r in comparison.seeds_of_best(rows, name) if r["run"]["seed"] == 0
-            )
-            assert abs(row["held_out_loss"] - first) <= 0.0005  # as the page says
+def test_the_sentences_on_decay_and_precision(rows, apart):
+    def at(name, **fields):
+        return yardstick.at_best(rows, name, seed=0, **fields)
+
+    gain = {
+        name: mean_loss(at(name, weight_decay=0.0)) - mean_loss(at(name, weight_decay=0.1))
+        for name in yardstick.OPTIMIZERS
+    }
+    assert {f"{gain.pop(name):.2f}" for name in ("rmnp", "muon")} == {"0.02"}
+    assert max(gain.values()) < 0.0105
+    assert abs(apart(at("nora", weight_decay=0.1), at("rmnp", weight_decay=0.1))) < 2
+    cost = {}
+    for name in yardstick.OPTIMIZERS:
+        mixed, copies, low = (
+            at(name, precision=mode) for mode in ("mixed", "bfloat16_master", "bfloat16")
+        )
+        assert abs(apart(mixed, copies)) < 2
+        cost[name] = f"{mean_loss(low) - mean_loss(mixed):.2f}"
+        assert (apart(mixed, low) > 2) == (name != "muon")
+    assert cost["nora"] == "0.03"
+    assert {cost[name] for name in ("rmnp", "mano", "adamw")} == {"0.01", "0.02"}
+
+
+def test_the_other_sentences(rows, best, apart):
+    def behind_muon(of):
+        return f"{of['nora'] - of['muon']:.2f}"
+
+    ends = {name: mean_loss(only(rows, optimizer=name)) for name in ("sso", "adamp")}
+    assert f"SSO ends at {ends['sso']:.4f}" in TEXT
+    assert f"AdamP at {ends['adamp']:.4f}" in TEXT
+
+    pair = ("nora", "muon")
+    few, many = (
+        behind_muon({name: mean_loss(only(rows, optimizer=name, **size)) for name in pair})
+        for size in ({"batch": 256, "steps": 600}, {"steps": 10_000})
+    )
+    usual = behind_muon({name: mean_loss(best[name]) for name in pair})
+    assert f"{few} behind Muon here, {usual} after 3,000 steps, {many} after 10,000" in TEXT
+
+    long = {name: only(rows, optimizer=name, steps=10_000) for name in (*pair, "rmnp", "adamw")}
+    assert apart(long["muon"], long["rmnp"]) > 2
+    assert all(apart(long["rmnp"], long[name]) > 2 for name in ("adamw", "nora"))
+    assert abs(apart(long["adamw"], long["nora"])) < 2
+
+    options = {(a, b): float(c) for a, b, c in comparison.options(rows)}
+    plain = options.pop(("none", "0.002"))
+    assert f"look-ahead gains {options.pop(('momentum 1.0', '0.002')) - plain:.3f}" in TEXT
+    width = options.pop(("row_scale width, base_fan_in 512", "0.002"))
+    assert f"default scale {width - plain:.3f} on `width`" in TEXT
+    two = 2 * math.sqrt(2) * yardstick.noise(rows)
+    assert all(abs(loss - plain) < two for loss in options.values())
+
+
+def test_what_the_scripts_cost(rows, best, apart):
+    for name in ("muon", "rmnp"):
+        low = yardstick.at_best(rows, name, precision="bfloat16", weight_decay=0.0)
+        assert f"{mean_loss(low) - mean_loss(best[name]):.2f}" == "0.04"
+    copies = yardstick.at_best(rows, "nora", precision="bfloat16_master")
+    assert abs(apart(best["nora"], copies)) < 2
+
+
+def test_more_steps_by_hand():
+    """Muon's loss falls by 1 where its steps double: what is 1 above took twice the steps."""
+    tuned = {"optimizer": "muon", "learning_rate": 0.01, "adam_learning_rate": 0.01}
+    tuned |= yardstick.USUAL | {"weight_decay": 0.1}
+
+    def row(loss, seed=0, **fields):
+        name = fields.get("optimizer", "muon")
+        return {"run": tuned | fields | {"seed": seed}, "loss": loss, "name": name}
+
+    others = [n for n in yardstick.OPTIMIZERS + yardstick.BLOCKS if n != "muon"]
+    seeds = [
+        row(5 + (-1) ** seed * 0.02, seed, optimizer=name, weight_decay=0.1 * (name != "nora"))
+        for name in others
+        for seed in (0, 1)
+    ]
+    full = [row(3 + (-1) ** seed * 0.02, seed) for seed in (0, 1)]
+    assert yardstick.more_steps(seeds + full, [row(4)]) == "not run"
+    rows = seeds + full + [row(4, steps=1500), row(5, steps=750)]
+    noise = yardstick.noise(rows)
+    assert noise == pytest.approx(math.sqrt(2) * 0.02)
+    assert yardstick.spread([full]) == pytest.approx((noise, noise / math.sqrt(2)))
+    # At 4.5 it is halfway: a variance of its own, and a quarter of each end's.
+    error = 2**1.5 * math.log(2) * noise * math.sqrt(1 + 1 / 4 + 1 / 4)
+    assert yardstick.more_steps(rows, [row(4.5)]) == f"+183 ± {100 * error:.0f} %"
+    assert yardstick.more_steps(rows, [row(3)]).startswith("+0 ±")
+    assert yardstick.more_steps(rows, [row(2)]).startswith("-50 ±")
+    assert yardstick.more_steps(rows, [row(5.1)]) == "over 300 %"
+
+
+def test_what_was_run_again_came_out_as_before():
+    before = yardstick.read(yardstick.ROWS)
+    again = yardstick.read(yardstick.AGAIN)
+    pairs = [(row, old) for row in again for old in before if old["run"] == row["run"]]
+    assert {row["name"] for row, _ in pairs} == set(yardstick.OPTIMIZERS)
+    assert all(abs(row["loss"] - old["loss"]) <= 0.0011 for row, old in pairs)
 
 
 def test_every_row_is_of_one_text_one_model_and_has_a_loss(rows):
-    runs = [{k: v for k, v in row["run"].items() if k not in LEFT_OUT} for row in rows]
-    assert len(rows) == len({str(sorted(row["run"].items(), key=str)) for row in rows})
     for field in ("text", "model.width", "model.layers", "model.vocab_size", "clip"):
-        assert len({run[field] for run in runs}) == 1
-    assert all(row["held_out"][-1][:2] == [row["run"]["steps"], row["loss"]] for row in rows)
+        assert len({row["run"][field] for row in rows}) == 1
+    assert all(
+        row["held_out"][-1][:2] == [row["run"]["steps"], row["held_out_loss"]] for row in rows
+    )
 
 
 def test_every_row_is_of_the_grids_that_the_page_names():
@@ -101,17 +203,18 @@ def test_every_row_is_of_the_grids_that_the_page_names():
         return {k: v for k, v in run.items() if k not in LEFT_OUT}
 
     runs = re.findall(r'^    run (\w+) "?([\w ]+?)"?(?: \S*best.*)?$', PAGE, re.M)
-    assert [name for name, _ in runs] == ["rates", "adam", "rest", "more", "long", "again"]
+    files = {path.stem for path in yardstick.RESULTS.glob("*.jsonl")}
+    assert files <= {name for name, _ in runs}
     every = re.findall(r"--preset 60m.*\\\n.*(?= &)", PAGE)[0].replace("\\\n", "").split()
     every += ["--precision", "mixed"]  # what it is on a GPU
     best = []
-    fields = cli.identity(
-        Config(), ""
-    )  # what a record of an older trainer does not hold is default
+    fields = cli.identity(Config(), "")  # what an older trainer did not record is default
     for name, grids in runs:
-        rows = records.read(comparison.RESULTS / f"{name}.jsonl")
         paths = [GRIDS / f"{grid}.yaml" for grid in grids.split()]
         configs = [config for path in paths for config in read_grid(path, every, best)]
+        if name not in files:
+            continue
+        rows = records.read(yardstick.RESULTS / f"{name}.jsonl")
         wanted = [known(cli.identity(config, rows[0]["run"]["text"])) for config in configs]
         rows = [row for row in rows if not any(row["run"].get(flag) for flag in LEFT_OUT)]
         assert all(known(fields | row["run"]) in wanted for row in rows), name
@@ -119,8 +222,9 @@ def test_every_row_is_of_the_grids_that_the_page_names():
 
 
 def test_help_writes_nothing(capsys):
-    pictures = {path: path.stat().st_mtime_ns for path in comparison.RESULTS.glob("*.svg")}
+    written = [*yardstick.RESULTS.glob("*.svg"), yardstick.DOCS / "comparison.md"]
+    times = {path: path.stat().st_mtime_ns for path in written}
     with pytest.raises(SystemExit):
         comparison.run(["--help"])
-    assert "--draw" in capsys.readouterr().out
-    assert pictures == {path: path.stat().st_mtime_ns for path in pictures}
+    assert "--write" in capsys.readouterr().out
+    assert times == {path: path.stat().st_mtime_ns for path in written}

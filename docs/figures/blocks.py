@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/blocks.md, of its results: `python -m docs.figures.blocks --draw`."""
+"""Table and pictures of docs/blocks.md, of its results: `python -m docs.figures.blocks --write`."""
 
 import argparse
 import statistics
@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from docs.figures.comparison import DOCS
+from docs.figures.comparison import write_tables
+from docs.figures.yardstick import DOCS
 from examples.llama import records
 from examples.llama.plot import markdown
 
@@ -34,8 +35,10 @@ def name(row: dict) -> str:
     return f"blocks of {rows}" + (", projected, no decay" if run["project"] else "")
 
 
-def milliseconds(row: dict) -> float:
-    return 1e3 * row["seconds"] / row["run"]["steps"]
+def milliseconds(rows: list[dict]) -> float | None:
+    """Of a training step, where a run had its card to itself."""
+    own = [row for row in rows if not row.get("shared_card")]
+    return min((1e3 * row["seconds"] / row["run"]["steps"] for row in own), default=None)
 
 
 def best(rows: list[dict], label: str) -> list[dict]:
@@ -49,7 +52,7 @@ def best(rows: list[dict], label: str) -> list[dict]:
 def table(size: str) -> list[tuple[str, ...]]:
     rows = load(size)
     labels = list(dict.fromkeys(map(name, rows)))
-    base = next((milliseconds(row) for row in rows if name(row) == "AdamW"), None)
+    base = milliseconds([row for row in rows if name(row) == "AdamW"])
     lines = []
     for label in labels:
         runs = best(rows, label)
@@ -59,15 +62,15 @@ def table(size: str) -> list[tuple[str, ...]]:
             for row in rows
             if name(row) == label and row["run"]["learning_rate"] != rate
         )
-        took = min(map(milliseconds, runs))
+        took = milliseconds(runs)
         lines.append(
             (
                 label,
                 f"{rate:g}",
                 ", ".join(f"{row['held_out_loss']:.4f}" for row in runs),
                 ", ".join(f"{r:g}: {loss:.4f}" for r, loss in others) or "none",
-                f"{took:.1f}",
-                f"{took / base:.2f}" if base else "AdamW not run",
+                f"{took:.1f}" if took else "shared card",
+                f"{took / base:.2f}" if took and base else "",
             )
         )
     return sorted(lines, key=lambda line: float(line[2].split(",")[0]), reverse=True)
@@ -107,7 +110,7 @@ def draw_curve(path: Path) -> None:
         points[label] = (
             min(runs[0]["run"]["block_rows"], width),
             statistics.mean(row["held_out_loss"] for row in runs),
-            min(map(milliseconds, runs)),
+            milliseconds(runs),
         )
     base = points["AdamW"][2]
     curve = sorted(
@@ -121,7 +124,7 @@ def draw_curve(path: Path) -> None:
     against_rows.set_xscale("log", base=2)
     against_rows.set(xlabel="rows in a block", ylabel="held-out loss, nats a token")
     for label, (_, loss, took) in points.items():
-        if "projected" not in label:
+        if took and "projected" not in label:
             against_time.plot(took / base, loss, "o", color=COLORS[1])
             against_time.annotate(
                 label, (took / base, loss), (4, 4), textcoords="offset points", color=GRAY
@@ -134,8 +137,9 @@ def draw_curve(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="draw the pictures too")
-    if parser.parse_args().draw:
+    parser.add_argument("--write", action="store_true", help="write the table and the pictures")
+    if parser.parse_args().write:
+        write_tables(DOCS / "blocks.md", [markdown(HEAD, table("60m"))])
         draw_idea(RESULTS / "idea.svg")
         draw_curve(RESULTS / "curve.svg")
     for size in ("60m", "350m"):

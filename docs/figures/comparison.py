@@ -1,9 +1,12 @@
 """Tables and pictures of docs/comparison.md, from its rows.
 
-`python -m docs.figures.comparison` prints the tables, `--draw` draws the pictures too.
+`python -m docs.figures.comparison` prints the tables; `--write` puts them into the page, and draws
+the pictures.
 """
 
 import argparse
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,21 +14,27 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from examples.llama import records
-from examples.llama.plot import best_runs, markdown, mean_loss
+from docs.figures.yardstick import (
+    BLOCKS,
+    DOCS,
+    OPTIMIZERS,
+    RESULTS,
+    at_best,
+    load,
+    more_steps,
+    noise,
+    pick,
+    seeds_of_best,
+    spread,
+    usual_decay,
+)
+from examples.llama.plot import by_rates, markdown, mean_loss
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "comparison"})
-DOCS = Path(__file__).parents[1]
-RESULTS = DOCS / "results" / "comparison"
-ROWS = [RESULTS / f"{name}.jsonl" for name in ("rates", "adam", "rest")]
-MORE = [RESULTS / "more.jsonl"]  # one seed; times say nothing where several runs had one card
-LONG = [RESULTS / "long.jsonl"]
-AGAIN = [RESULTS / "again.jsonl"]
 PASS = 63_197_838 / (64 * 256)  # steps that read the text once
-USUAL = {"batch": 64, "steps": 3000, "precision": "mixed", "momentum": None, "row_scale": None}
-USUAL |= {"keep_row_norms": False, "scan_layers": False}
-OPTIMIZERS = ("nora", "rmnp", "mano", "muon", "adamw")
-COLORS = dict(zip(OPTIMIZERS, ("C0", "C1", "C2", "C3", "C7"), strict=True))
+COLORS = dict(zip(OPTIMIZERS + BLOCKS, ("C0", "C1", "C2", "C3", "C7", "C4", "C5"), strict=True))
+PARAMETERS = {"mixed": "float32", "bfloat16_master": "bfloat16, float32 copies"}
+PARAMETERS |= {"bfloat16": "bfloat16"}
 TUNED_AT = 0.005  # AdamW's rate while the rates of the matrices were tried
 FACTORS = (0.5, 2, 4, 8)  # of the best rate
 OPTIONS = {
@@ -36,25 +45,23 @@ OPTIONS = {
     "row_scale width, base_fan_in 512": {"row_scale": "width"},
     "momentum 1.0": {"momentum": 1.0},
 }
+SCRIPTS = [("muon", "mixed", 0.1, x, 0.01) for x in (0.01, 0.005, 0.001)]
+SCRIPTS += [("muon", "bfloat16", 0.0, x, 0.01) for x in (0.01, 0.005, 0.001)]
+SCRIPTS += [("rmnp", "bfloat16", 0.0, x, 0.004) for x in (0.01, 0.005)]
+SCRIPTS += [("mano", "bfloat16", 0.0, 0.005, 0.002)]
+SCRIPTS += [("nora", "bfloat16_master", 0.0, x, 0.002) for x in (0.01, 0.005)]
+SCRIPTS += [("nora", "bfloat16_master", 0.0, 0.005, 0.004)]
 HEAD = {
-    "main": ("optimizer", "held-out loss", "learning rate", "AdamW's rate"),
+    "main": ("optimizer", "held-out loss", "more steps than Muon", "rate", "AdamW's rate", "tried"),
+    "noise": ("seeds of", "runs", "standard deviation", "two runs apart", "means of two apart"),
     "rates": ("optimizer", "best rate", *(f"times {factor:g}" for factor in FACTORS)),
     "adam": ("optimizer", "0.0025", "0.005", "0.01", "0.02", "0.04"),
     "options": ("Nora with", "rate", "held-out loss"),
     "settings": ("optimizer", "decay 0", "decay 0.1", "bfloat16, float32 copies", "bfloat16"),
     "large": ("optimizer", "rate", "held-out loss", "other rates"),
     "long": ("optimizer", "weight decay", "held-out loss", "training loss", "tokens/s"),
+    "paper": ("optimizer", "parameters", "decay", "AdamW's rate", "rate", "3,000 steps", "10,000"),
 }
-
-
-def usual_decay(row: dict) -> bool:
-    """Whether the weight decay is the one that the paper gives the optimizer."""
-    return row["run"]["weight_decay"] == (0.0 if row["run"]["optimizer"] == "nora" else 0.1)
-
-
-def pick(rows: list[dict], **fields) -> list[dict]:
-    """The rows of the usual settings but for `fields`."""
-    return [row for row in rows if (USUAL | fields).items() <= row["run"].items()]
 
 
 def cell(rows: list[dict]) -> str:
@@ -69,32 +76,33 @@ def speed(row: dict) -> str:
     return "shared card" if row.get("shared_card") else f"{row['tokens_per_second']:,}"
 
 
-def seeds_of_best(rows: list[dict], optimizer: str) -> list[dict]:
-    """The runs at the rates that were tuned with a card of their own, with the usual decay."""
-    own = [row for row in pick(rows) if usual_decay(row) and not row.get("shared_card")]
-    return best_runs(own, optimizer)
-
-
-def same_rates(rows: list[dict], best: list[dict]) -> list[dict]:
-    """Of `rows` those of seed 0 at the rates of `best`."""
-    wanted = {k: best[0]["run"][k] for k in ("optimizer", "learning_rate", "adam_learning_rate")}
-    return [row for row in rows if (wanted | {"seed": 0}).items() <= row["run"].items()]
-
-
-def noise(rows: list[dict]) -> float:
-    """Standard deviation of a loss over seeds, pooled over the optimizers."""
-    seeds = [[r["loss"] for r in seeds_of_best(rows, name)] for name in OPTIMIZERS]
-    return statistics.mean(map(statistics.variance, seeds)) ** 0.5
+def with_error(rows: list[dict], runs: list[dict]) -> str:
+    """The mean of some runs with its standard error."""
+    return f"{cell(runs)} ± {noise(rows) / math.sqrt(len(runs)):.4f}" if runs else cell(runs)
 
 
 def main(rows: list[dict]) -> list[tuple[str, ...]]:
-    """At the tuned rates, with the standard error of the mean over seeds."""
+    """At the tuned rates; `tried` counts pairs of rates."""
     lines = []
-    for best in sorted((seeds_of_best(rows, name) for name in OPTIMIZERS), key=mean_loss):
-        error = noise(rows) / len(best) ** 0.5
-        run = best[0]["run"]
-        rates = (f"{run['learning_rate']:g}", f"{run['adam_learning_rate']:g}")
-        lines.append((run["optimizer"], f"{cell(best)} ± {error:.4f}", *rates))
+    for best in sorted((seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS), key=mean_loss):
+        name, run = best[0]["name"], best[0]["run"]
+        own = [row for row in pick(rows, optimizer=name) if usual_decay(row)]
+        more = "0" if name == "muon" else more_steps(rows, best)
+        rates = (rate(best[0]), f"{run['adam_learning_rate']:g}")
+        lines.append((name, with_error(rows, best), more, *rates, f"{len(by_rates(own, name))}"))
+    return lines
+
+
+def noises(rows: list[dict]) -> list[tuple[str, ...]]:
+    """How far a run is from another seed's, and how far apart what is ranked must be."""
+    groups = [seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS]
+    muon = [group for group in groups if group[0]["name"] == "muon"]
+    lines = []
+    for name, some in (("muon", muon), ("all of the table", groups)):
+        deviation, error = spread(some)
+        apart = (2 * deviation * math.sqrt(2 / n) for n in (1, 2))
+        cells = (f"{x:.4f}" for x in apart)
+        lines.append((name, f"{sum(map(len, some))}", f"{deviation:.4f} ± {error:.4f}", *cells))
     return lines
 
 
@@ -108,7 +116,7 @@ def losses_by_rate(rows: list[dict], name: str, other: float) -> dict[float, flo
 def rates(rows: list[dict]) -> list[tuple[str, ...]]:
     """What another rate than the best costs; AdamW's rate is the same on both sides."""
     lines = []
-    for name in OPTIMIZERS:
+    for name in OPTIMIZERS + BLOCKS:
         best = seeds_of_best(rows, name)[0]["run"]
         cells = []
         for factor in FACTORS:
@@ -116,7 +124,7 @@ def rates(rows: list[dict]) -> list[tuple[str, ...]]:
             for other, mark in ((TUNED_AT, ""), (best["adam_learning_rate"], " *")):
                 losses = losses_by_rate(rows, name, other)
                 if wanted in losses:
-                    cells.append(f"{losses[wanted] - losses[best['learning_rate']]:.3f}{mark}")
+                    cells.append(f"{losses[wanted] - losses[best['learning_rate']]:z.3f}{mark}")
                     break
             else:
                 cells.append("not run")
@@ -152,15 +160,13 @@ def options(rows: list[dict]) -> list[tuple[str, ...]]:
 
 
 def settings(rows: list[dict]) -> list[tuple[str, ...]]:
-    """The tuned rates with and without decay, and in lower precision with the usual decay."""
-    lines = []
-    for name in OPTIMIZERS:
-        best = seeds_of_best(rows, name)
-        parts = [pick(rows, weight_decay=x) for x in (0.0, 0.1)]
-        own = [row for row in rows if usual_decay(row)]
-        parts += [pick(own, precision=mode) for mode in ("bfloat16_master", "bfloat16")]
-        lines.append((name, *(cell(same_rates(part, best)) for part in parts)))
-    return lines
+    """With and without decay, and in lower precision with the usual decay."""
+    parts = [{"weight_decay": x} for x in (0.0, 0.1)]
+    parts += [{"precision": mode} for mode in ("bfloat16_master", "bfloat16")]
+    return [
+        (name, *(cell(at_best(rows, name, seed=0, **fields)) for fields in parts))
+        for name in OPTIMIZERS
+    ]
 
 
 def large(rows: list[dict]) -> list[tuple[str, ...]]:
@@ -186,39 +192,58 @@ def long(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
-def named_rows(paths: list[Path]) -> list[dict]:
-    """The rows of `paths`, each with its loss and the name of its optimizer."""
-    rows = [row for path in paths for row in records.read(path)]
-    return [row | {"name": row["run"]["optimizer"], "loss": row["held_out_loss"]} for row in rows]
+def paper(rows: list[dict]) -> list[tuple[str, ...]]:
+    """Towards what the paper's scripts give each optimizer."""
+    lines = []
+    for name, precision, decay, other, own in SCRIPTS:
+        fields = {"optimizer": name, "precision": precision, "weight_decay": decay}
+        fields |= {"adam_learning_rate": other, "learning_rate": own}
+        ends = (with_error(rows, pick(rows, **fields, steps=steps)) for steps in (3000, 10_000))
+        lines.append((name, PARAMETERS[precision], f"{decay:g}", f"{other:g}", f"{own:g}", *ends))
+    return lines
 
 
 def tables() -> dict[str, list[str]]:
     """The tables of the page by name."""
-    rows = named_rows(ROWS + MORE + LONG)
-    parts: dict[str, Callable] = {"main": main, "rates": rates, "adam": adam, "options": options}
-    parts |= {"settings": settings, "large": large, "long": long}
+    rows = load()
+    parts: dict[str, Callable] = {"main": main, "noise": noises, "rates": rates, "adam": adam}
+    parts |= {"options": options, "settings": settings, "large": large, "long": long}
+    parts |= {"paper": paper}
     return {name: markdown(HEAD[name], make(rows)) for name, make in parts.items()}
+
+
+def write_tables(page: Path, tables: Iterable[list[str]]) -> None:
+    """Puts each table in the place of the one with the same head."""
+    text = page.read_text("utf-8")
+    for head, *body in tables:
+        old = re.compile(rf"^{re.escape(head)}\n(\|.*\n)+", re.MULTILINE)
+        text = old.sub("\n".join((head, *body, "")), text)
+    page.write_text(text, "utf-8")
 
 
 def draw_rates(rows: list[dict], out: Path) -> None:
     """Final loss against the rate of the matrices, and against AdamW's at the best of these."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     matrices, other = figure.subplots(1, 2)
-    for name in OPTIMIZERS:
-        for axes, losses in (
-            (matrices, losses_by_rate(rows, name, TUNED_AT)),
-            (other, losses_by_adam(rows, name)),
-        ):
-            axes.plot(
-                list(losses), list(losses.values()), "o-", ms=4, label=name, color=COLORS[name]
-            )
-    matrices.set(xlabel=f"rate of the matrices, AdamW's {TUNED_AT:g}", ylabel="held-out loss")
+    for axes, names, style, losses_of in (
+        (matrices, OPTIMIZERS, "o-", lambda name: losses_by_rate(rows, name, TUNED_AT)),
+        (matrices, BLOCKS, "o--", lambda name: losses_by_rate(rows, name, 2 * TUNED_AT)),
+        (other, OPTIMIZERS, "o-", lambda name: losses_by_adam(rows, name)),
+    ):
+        for name in names:
+            points = zip(*losses_of(name).items(), strict=True)
+            axes.plot(*points, style, ms=4, label=name, color=COLORS[name])
+    matrices.set(
+        xlabel=f"rate of the matrices; AdamW's {TUNED_AT:g}, dashed {2 * TUNED_AT:g}",
+        ylabel="held-out loss",
+    )
     other.set(xlabel="AdamW's rate, matrices at the best of theirs")
     for axes in (matrices, other):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.2g}")
-    matrices.set_xticks([0.0005 * 2**i for i in range(6)] + [0.04])
-    other.set_xticks([float(x) for x in HEAD["adam"][1:]])
+    matrices.set_xticks([0.0005 * 2**i for i in range(7)])
+    matrices.set_ylim(top=4.3)  # RMNP, Mano and AdamW leave it
+    other.set_xticks([0.001, *(float(x) for x in HEAD["adam"][1:])])
     matrices.legend()
     _save(figure, out)
 
@@ -240,21 +265,52 @@ def draw_long(rows: list[dict], out: Path) -> None:
     _save(figure, out)
 
 
+def draw_paper(rows: list[dict], out: Path) -> None:
+    """From the tuned settings to those of the paper's scripts, one after the other."""
+    copies = [row["run"] for row in rows if row["run"]["precision"] == "bfloat16_master"]
+    lengths = sorted({run["steps"] for run in copies})
+    figure = Figure(figsize=(5.5 * len(lengths), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    labels = ("tuned", "precision and decay\nof the scripts", "and their rate\nof AdamW")
+    for axes, steps in zip(panels, lengths, strict=True):
+        for name in ("nora", "mano", "rmnp", "muon"):
+            stages = [at_best(rows, name, steps=steps)]
+            for other in (0.01, 0.001 if name == "muon" else 0.005):
+                low = {"precision": "bfloat16_master" if name == "nora" else "bfloat16"}
+                low |= {"weight_decay": 0.0, "adam_learning_rate": other}
+                stages.append(at_best(rows, name, steps=steps, **low))
+            run = [(x, runs) for x, runs in enumerate(stages) if runs]
+            axes.errorbar(
+                [x for x, _ in run],
+                [mean_loss(runs) for _, runs in run],
+                [2 * noise(rows) / math.sqrt(len(runs)) for _, runs in run],
+                fmt="o-",
+                label=name,
+                color=COLORS[name],
+            )
+        axes.set_xticks(range(3), labels)
+        axes.set(title=f"{steps:,} steps; bars: twice the standard error", xlim=(-0.4, 2.4))
+    figure.axes[0].set_ylabel("held-out loss")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    _save(figure, out)
+
+
 def _save(figure: Figure, out: Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
 def run(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="write the pictures beside the rows")
+    parser.add_argument("--write", action="store_true", help="write tables and pictures")
     options = parser.parse_args(None if arguments is None else list(arguments))
-    rows = named_rows(ROWS + MORE + LONG)
     for lines in tables().values():
         print("\n".join(lines), end="\n\n")
-    print(f"standard deviation over seeds {noise(rows):.4f}")
-    if options.draw:
+    if options.write:
+        write_tables(DOCS / "comparison.md", tables().values())
+        rows = load()
         draw_rates(rows, RESULTS / "rates.svg")
         draw_long(rows, RESULTS / "long.svg")
+        draw_paper(rows, RESULTS / "paper.svg")
 
 
 if __name__ == "__main__":

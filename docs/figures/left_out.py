@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable
 
-from docs.figures import blocks, comparison
+from docs.figures import blocks, yardstick
 from examples.llama import records
 from examples.llama.plot import markdown
 
-RESULTS = comparison.DOCS / "results" / "left-out"
+RESULTS = yardstick.DOCS / "results" / "left-out"
 HEAD = ("tried", "on", "before", "with it")
 
 
@@ -23,12 +23,13 @@ def losses(rows: list[dict], **fields) -> str:
 
 def at_60m() -> list[tuple[str, ...]]:
     """The runs of docs/comparison.md with a setting more."""
-    plain = comparison.named_rows(comparison.ROWS + comparison.MORE)
-    own = comparison.named_rows([RESULTS / "llama-60m.jsonl"])
+    plain = yardstick.read(yardstick.ROWS + yardstick.MORE)
+    own = records.read(RESULTS / "llama-60m.jsonl")
+    own = yardstick.named([row for row in own if "radial" in row["run"]])  # of one version
 
     def lowest(rows: list[dict], **fields) -> str:
         wanted = {"optimizer": "nora", "weight_decay": 0.0, "seed": 0} | fields
-        found = comparison.pick(rows, **wanted)
+        found = yardstick.pick(rows, **wanted)
         return (
             f"{min(row['loss'] for row in found if row['run']['adam_learning_rate'] == 0.01):.3f}"
         )
@@ -43,7 +44,7 @@ def at_60m() -> list[tuple[str, ...]]:
             "`deflate=1`": {"deflate": 1, "radial": None},
             "`deflate=2`": {"deflate": 2, "radial": None},
         }.items():
-            if comparison.pick(own, **shape, **fields):
+            if yardstick.pick(own, **shape, **fields):
                 lines.append((name, task, lowest(plain, **shape), lowest(own, **shape, **fields)))
     return lines
 
