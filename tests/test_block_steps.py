@@ -157,8 +157,8 @@ def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(spec, kind, ba
         got = function(*placed)
         program = function.lower(*placed).compile().as_text()
     stepped, update, *parts = zip(jax.device_get(got), function(g, w), strict=True)
-    # Gaussian blocks of 16 rows of 32 have a condition of (1 + 0.5**0.5) / (1 - 0.5**0.5). Its square
-    # is that of their Gram matrices, and stretches errors.
+    # Gaussian blocks of 16 rows of 32 have a condition of (1 + 0.5**0.5) / (1 - 0.5**0.5), and
+    # their Gram matrices its square, which stretches errors.
     for pair in (stepped, update):
         close(*pair, of_steps(32, 0.1, 1, condition=34) + 0.1 * KERNEL[backend])
     for pair in parts:
