@@ -3,8 +3,7 @@
 Update and `optax.apply_updates` together, on the matrices of a LLaMA, against the least memory
 traffic that Nora could do with: read gradient, momentum and weight, write momentum and weight.
 "nora" and "nora-pallas" are its ``update`` by XLA and by kernels; "step" and "step-xla" are its
-``step``, which writes no updates, with ``backend="auto"`` and with XLA alone; "step-pallas" is by
-kernels wherever there are some, those of blocks too.
+``step``, which writes no updates, with ``backend="auto"`` and with XLA alone.
 """
 
 from collections.abc import Callable
@@ -90,9 +89,8 @@ def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]
     """The state for parameters, and ``step((params, state), grads)``."""
     numbers = dimension_numbers(case.layout, case.rows)
     block_rows = case.block_rows or 1
-    if case.optimizer in ("step", "step-xla", "step-pallas"):
-        backend = case.optimizer.removeprefix("step").removeprefix("-") or "auto"
-        stepping = nora(numbers, block_rows, backend)
+    if case.optimizer in ("step", "step-xla"):
+        stepping = nora(numbers, block_rows, "xla" if case.optimizer == "step-xla" else "auto")
         return stepping.init, lambda carry, grads: stepping.step(grads, carry[1], carry[0])
     if case.optimizer == "nora-pallas":
         tx = nora(numbers, block_rows, "pallas")

@@ -1,9 +1,8 @@
 """A whole model: a rule for its matrices, AdamW for the rest."""
 
-import functools
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +18,10 @@ from optax_nora._checks import (
 )
 from optax_nora._leaves import Leaf, PyTree, check_paired, map_leaves
 from optax_nora._masks import decay_mask
-from optax_nora._routing import (
-    Routes,
-    WeightDimensionNumbers,
-    check_matched,
-    enclosing,
-    route_tree,
-)
+from optax_nora._routing import Routes, WeightDimensionNumbers, check_matched, enclosing, route_tree
 from optax_nora._rows import widen
 from optax_nora._states import explained
-from optax_nora._weak_rows import warn_of_weak_rows
+from optax_nora._weak_rows import weak_rows
 
 Array = jax.Array
 ScalarOrSchedule = Any  # a float, a 0-d array, or a function from the step to one
@@ -88,40 +81,37 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class AdamW(NamedTuple):
+    """Arguments of `optax.adamw`, for the leaves that are no matrices."""
+
+    learning_rate: ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
+    mu_dtype: Any
+    weight_decay: ScalarOrSchedule
+    mask: Any  # whatever a user gave as weight_decay_mask
+
+
 def route_to(
     matrix: optax.GradientTransformationExtraArgs,
     weight_dimension_numbers: WeightDimensionNumbers,
-    *,
-    learning_rate: ScalarOrSchedule,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    mu_dtype: Any,
-    weight_decay: Any,
-    weight_decay_mask: Any,
+    adamw: AdamW,
 ) -> StepTransformation:
-    """``matrix`` for the matrices and AdamW, whose arguments these are, for the other leaves.
+    """``matrix`` for the matrices and AdamW for the other leaves.
 
     Both are told ``grad_scale``, a factor on the gradients, and ``write_weights``: to give the
     parameters after the step in the place of updates.
     """
-    check_learning_rate("adam_learning_rate", learning_rate)
-    check_range("adam_weight_decay", weight_decay, schedule=True)
-    check_range("adam_b1", b1, high=1, below=True)
-    check_range("adam_b2", b2, high=1, below=True)
-    check_range("adam_eps", eps)
-    adamw = optax.adamw(
-        learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        mask=decay_mask(weight_decay_mask),
-    )
+    check_learning_rate("adam_learning_rate", adamw.learning_rate)
+    check_range("adam_weight_decay", adamw.weight_decay, schedule=True)
+    check_range("adam_b1", adamw.b1, high=1, below=True)
+    check_range("adam_b2", adamw.b2, high=1, below=True)
+    check_range("adam_eps", adamw.eps)
+    rest = optax.adamw(**adamw._replace(mask=decay_mask(adamw.mask))._asdict())
     branches: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrix,
-        "adamw": in_float32(adamw, wide_state=True),
+        "adamw": in_float32(rest, wide_state=True),
     }
 
     def routed(params: PyTree) -> tuple[optax.GradientTransformationExtraArgs, Routes]:
@@ -131,9 +121,16 @@ def route_to(
         )
         return optax.partition(branches, lambda _: labels), routes  # a tree may be callable
 
+    def check(leaf: Leaf, array: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"{leaf} is not a floating-point array and cannot be optimized; keep it out of the "
+                "parameters, or wrap the optimizer in optax.masked"
+            )
+        return check_holds(adamw.mu_dtype, leaf, array)
+
     def init(params: PyTree) -> PyTree:
-        map_leaves(_require_floating, params)
-        map_leaves(functools.partial(check_holds, mu_dtype), params)
+        map_leaves(check, params)
         check_matched(params, weight_dimension_numbers)
         tx, routes = routed(params)
         if routes and not any(routes.values()):
@@ -142,7 +139,8 @@ def route_to(
                 "optax_nora.summarize(params) and give weight_dimension_numbers",
                 stacklevel=2,
             )
-        warn_of_weak_rows(params, routes)
+        for sentence in weak_rows(params, routes):
+            warnings.warn(sentence, stacklevel=2)
         with enclosing(routes):
             return tx.init(params)
 
@@ -162,15 +160,6 @@ def route_to(
 
     update.step = step  # pyright: ignore[reportFunctionMemberAccess]
     return StepTransformation(init, update)
-
-
-def _require_floating(leaf: Leaf, array: Any) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueError(
-            f"{leaf} is not a floating-point array and cannot be optimized; keep it out of the "
-            "parameters, or wrap the optimizer in optax.masked"
-        )
-    return array
 
 
 def with_adamw(
@@ -237,14 +226,13 @@ def with_adamw(
         optax.add_decayed_weights(weight_decay, decay_mask(weight_decay_mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return route_to(
-        in_float32(matrix),
-        weight_dimension_numbers,
-        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+    adamw = AdamW(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
         eps=adam_eps,
         mu_dtype=adam_mu_dtype,
         weight_decay=adam_weight_decay,
-        weight_decay_mask=weight_decay_mask,
+        mask=weight_decay_mask,
     )
+    return route_to(in_float32(matrix), weight_dimension_numbers, adamw)

@@ -54,9 +54,7 @@ def matrix_step(
     w: Array,
 ) -> Callable[[Coefficients, Array, Array, Array], tuple[Array, Array]]:
     """``step(coefficients, g, mu, w)``, to the momentum and the weight or its update."""
-    # The kernels of blocks were not held against float64 on a GPU yet: docs/results/block-notes.md.
-    measured = direction is project_and_normalize and _kernels_win()
-    kernels = backend == "pallas" or (backend == "auto" and measured)
+    kernels = backend == "pallas" or (backend == "auto" and _kernels_win())
     if not (kernels and _has_kernel(rows, direction, g, mu, w)):
         return functools.partial(_JITTED, rows, direction, write_weights=write_weights)
     kernel = _by_kernel(rows, direction, backend, write_weights)

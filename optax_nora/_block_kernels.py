@@ -10,7 +10,7 @@ good as float32; docs/results/block-notes.md says what was tried. Rows are not p
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +20,14 @@ from jax.experimental.pallas import triton
 
 from optax_nora import _kernels
 from optax_nora._axes import Rows
-from optax_nora._blocks import QUINTICS, SHIFT, block_size, inverse_root
+from optax_nora._blocks import QUINTICS, SHIFT, block_size
 from optax_nora._kernels import MOST_BATCHES, _fold, _like, _read, launch
 from optax_nora._step import Coefficients
 
 Array = jax.Array
 Ref = Any
 
-MOST_ROWS = 256  # of a block
-TILE = 128  # rows at most that one program multiplies
+MOST_ROWS = 128  # of a block: one program multiplies all of them
 # The quintics whose products need twice the digits: after these no eigenvalue is under 1e-3.
 PRECISE = 2
 PROGRAMS = 512  # a few for each multiprocessor
@@ -90,7 +89,7 @@ class _Static(NamedTuple):
 
     view: _View
     size: int  # rows in a block
-    tile: int  # rows that a program has of it
+    tile: int  # and the power of two over it
     width: int
     part: int
     interpret: bool
@@ -99,11 +98,6 @@ class _Static(NamedTuple):
     def blocks(self) -> int:
         """Blocks of a matrix."""
         return pl.cdiv(self.view.rows, self.size)
-
-    @property
-    def subs(self) -> int:
-        """Tiles of a block."""
-        return pl.cdiv(self.size, self.tile)
 
     @property
     def parts(self) -> int:
@@ -130,10 +124,10 @@ def step(
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     view, size = _view(rows, w.shape), block_size(w.shape, rows, block_rows)
     assert view is not None  # `fits` comes first
-    static = _Static(view, size, min(TILE, max(16, pl.next_power_of_2(size))), 0, 0, interpret)
+    static = _Static(view, size, max(16, pl.next_power_of_2(size)), 0, 0, interpret)
     flat_g, flat_mu, flat_w = (x.reshape(view.shape) for x in (g, mu, w))
     new_mu, grams, squares = _gram(coefficients, flat_g, flat_mu, static, tuning)
-    root = _roots(grams, squares, static, tuning)
+    root = _roots(grams, squares, static)
     mixed, lengths = _apply(coefficients, root, flat_g, new_mu, static, tuning)
     update = _finish(Coefficients(*coefficients), mixed, squares, lengths, flat_w, static)
     update = update.astype(w.dtype)
@@ -150,9 +144,8 @@ def _divided(static: _Static, x: Array, width: int, part: int, stages: int) -> t
         # Lines start anywhere: then Triton's copies to shared memory move 4 bytes at a time.
         width, stages = 128, 1
     view = static.view
-    tiles = view.batch * view.groups * static.blocks * static.subs
     turns = pl.cdiv(view.n, width)
-    few = max(2, turns * tiles // PROGRAMS)
+    few = max(2, turns * view.batch * view.groups * static.blocks // PROGRAMS)
     part = width * min(turns, max(1, part // width), few)
     return static._replace(width=width, part=part), stages
 
@@ -164,11 +157,11 @@ def _gram(
     view = static.view
     static, stages = _divided(static, mu, *tuning.gram)
     blocks, tile = view.groups * static.blocks, static.tile
-    lead = (view.batch, blocks * static.subs, static.parts)
-    new_mu, grams, squares = _call(
+    lead = (view.batch, blocks, static.parts)
+    return _call(
         _gram_kernel,
         static,
-        (blocks * static.subs, static.parts, view.batch),
+        (blocks, static.parts, view.batch),
         (coefficients, g, mu),
         [
             _like(mu, mu.shape, mu.dtype),
@@ -178,37 +171,11 @@ def _gram(
         stages,
         {2: 0},
     )
-    if static.subs == 1:
-        return new_mu, grams, squares
-    (across,) = _call(
-        _across_kernel,
-        static,
-        (blocks, static.parts, view.batch),
-        (coefficients, g, new_mu),
-        [_like(mu, (view.batch, blocks, static.parts, tile, tile), jnp.float32)],
-        1,
-        {},
-    )
-    grams = grams.reshape(view.batch, blocks, 2, static.parts, tile, tile)
-    grams = jnp.concatenate(
-        [
-            jnp.concatenate([grams[:, :, 0], across], axis=-1),
-            jnp.concatenate([jnp.swapaxes(across, -1, -2), grams[:, :, 1]], axis=-1),
-        ],
-        axis=-2,
-    )
-    squares = squares.reshape(view.batch, blocks, 2, static.parts, tile)
-    return new_mu, grams, jnp.concatenate([squares[:, :, 0], squares[:, :, 1]], axis=-1)
 
 
-def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Array:
+def _roots(grams: Array, squares: Array, static: _Static) -> Array:
     """What rows are multiplied by: inverse roots of the Gram matrices of rows at length 1."""
     batch, blocks, parts, b, _ = grams.shape
-    if static.subs > 1:
-        square = jnp.sum(squares, axis=2)
-        inverse = _inverse(square)
-        gram = jnp.sum(grams, axis=2) * inverse[..., :, None] * inverse[..., None, :]
-        return inverse_root(gram, _times) * inverse[..., None, :]
     (root,) = _call(
         _root_kernel,
         static,
@@ -226,29 +193,21 @@ def _roots(grams: Array, squares: Array, static: _Static, tuning: Tuning) -> Arr
     return root.reshape(batch, blocks, b, b)
 
 
-def _times(a: Array, b: Array, k: int) -> Array:
-    """A product of XLA's, as precise as the k-th quintic needs it."""
-    (high_a, low_a), (high_b, low_b) = (_pair(x, jnp.float16, interpret=True) for x in (a, b))
-    times = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    some = times(high_a, low_b) + times(high_a, high_b)
-    return some if k >= PRECISE else times(low_a, high_b) + some
-
-
 def _apply(
     coefficients: Array, root: Array, g: Array, mu: Array, static: _Static, tuning: Tuning
 ) -> tuple[Array, Array]:
-    """Orthonormal rows times HALF_SCALE in float16, and squares (batch, tiles, parts, rows)."""
+    """Orthonormal rows times HALF_SCALE in float16, and squares (batch, blocks, parts, rows)."""
     view = static.view
     static, stages = _divided(static, mu, *tuning.apply)
-    tiles = view.groups * static.blocks * static.subs
+    blocks = view.groups * static.blocks
     return _call(
         _apply_kernel,
         static,
-        (tiles, static.parts, view.batch),
+        (blocks, static.parts, view.batch),
         (coefficients, root, g, mu),
         [
             _like(mu, mu.shape, jnp.float16),
-            _like(mu, (view.batch, tiles, static.parts, static.tile), jnp.float32),
+            _like(mu, (view.batch, blocks, static.parts, static.tile), jnp.float32),
         ],
         stages,
         {},
@@ -279,7 +238,7 @@ def _inverse(square: Array) -> Array:
 def _by_row(x: Array, static: _Static) -> Array:
     """Of numbers of tiles' rows, those of rows that there are, in their order: (batch, rows)."""
     view = static.view
-    x = x.reshape(view.batch, view.groups, static.blocks, static.subs * static.tile)
+    x = x.reshape(view.batch, view.groups, static.blocks, static.tile)
     x = x[..., : static.size].reshape(view.batch, view.groups, static.blocks * static.size)
     return x[..., : view.rows].reshape(view.batch, view.groups * view.rows)
 
@@ -287,29 +246,32 @@ def _by_row(x: Array, static: _Static) -> Array:
 # Within a kernel
 
 
-def _rows_of_tile(tile: Array, static: _Static) -> tuple[Array, Array]:
-    """The first row of a tile, and which of its rows there are."""
-    block, sub = tile // static.subs, tile % static.subs
-    group, k = block // static.blocks, block % static.blocks
-    within = sub * static.tile + jnp.arange(static.tile)
-    there = (within < static.size) & (k * static.size + within < static.view.rows)
-    return group * static.view.rows + k * static.size + sub * static.tile, there
+def _ids() -> list[Array]:
+    """The block, the part and the batch of a program."""
+    return [pl.program_id(k) for k in range(3)]
+
+
+def _tile(ids: Sequence[Array], k: Array, static: _Static) -> tuple[tuple[Any, ...], Array]:
+    """The index of the k-th tile of a block's part, and a mask of what there is of it."""
+    (block, part, batch), view = ids, static.view
+    group, number = block // static.blocks, block % static.blocks
+    first, column = number * static.size, part * static.part + k * static.width
+    within = jnp.arange(static.tile)
+    there = (within < static.size) & (first + within < view.rows)
+    inside = column + jnp.arange(static.width) < view.n
+    rows = pl.ds(group * view.rows + first, static.tile)
+    columns = pl.ds(column, static.width)
+    if view.last:
+        return (batch, rows, columns), there[:, None] & inside[None, :]
+    return (batch, columns, rows), inside[:, None] & there[None, :]
+
+
+def _load(ref: Ref, at: tuple[Any, ...], mask: Array) -> Array:
+    return triton.load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
 
 
 def _multiply_add(a: Array, b: Array, c: Array, static: Any) -> Array:
     return _kernels._fused_multiply_add(a, b, c, static)
-
-
-def _load(
-    ref: Ref, batch: Array, row: Array, there: Array, column: Array, static: _Static
-) -> tuple[Ref, Array]:
-    """A reference to a tile, and its mask."""
-    inside = column + jnp.arange(static.width) < static.view.n
-    if static.view.last:
-        at = ref.at[batch, pl.ds(row, static.tile), pl.ds(column, static.width)]
-        return at, there[:, None] & inside[None, :]
-    at = ref.at[batch, pl.ds(column, static.width), pl.ds(row, static.tile)]
-    return at, inside[:, None] & there[None, :]
 
 
 def _pair(x: Array, dtype: Any, interpret: bool) -> tuple[Array, Array]:
@@ -334,74 +296,28 @@ def _dot_pairs(a: Sequence[Array], b: Sequence[Array], axis_a: int = 1, axis_b: 
     return small + _dot(a[0], b[0], axis_a, axis_b)
 
 
-def _turns(static: _Static) -> int:
-    return pl.cdiv(static.part, static.width)
-
-
-def _tiles(
-    refs: Sequence[Ref], batch: Array, tile: Array, part: Array, static: _Static
-) -> Callable[[Array], list[Array]]:
-    """A function of k: these arrays' k-th tiles of a part."""
-    row, there = _rows_of_tile(tile, static)
-
-    def read(k: Array) -> list[Array]:
-        column = part * static.part + k * static.width
-        at = [_load(ref, batch, row, there, column, static) for ref in refs]
-        return [triton.load(ref, mask=mask, other=0.0) for ref, mask in at]
-
-    return read
-
-
 def _gram_kernel(
     coefficients: Ref, g: Ref, mu: Ref, mu_out: Ref, grams: Ref, squares: Ref, *, static: _Static
 ) -> None:
-    tile, part, batch = (pl.program_id(k) for k in range(3))
-    row, there = _rows_of_tile(tile, static)
-    c = _read(coefficients)
+    ids, c = _ids(), _read(coefficients)
     along = 1 if static.view.last else 0
-
-    tiles = _tiles((g, mu), batch, tile, part, static)
 
     def turn(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gram, square = carry
-        old_g, old_mu = (x.astype(jnp.float32) for x in tiles(k))
-        scaled = c.grad_scale * old_g
-        new = _multiply_add(c.beta, old_mu, c.one_minus_beta * scaled, static)
+        at, mask = _tile(ids, k, static)
+        scaled = c.grad_scale * _load(g, at, mask)
+        new = _multiply_add(c.beta, _load(mu, at, mask), c.one_minus_beta * scaled, static)
         new = new.astype(mu_out.dtype)
-        column = part * static.part + k * static.width
-        at, mask = _load(mu_out, batch, row, there, column, static)
-        triton.store(at, new, mask=mask)
+        triton.store(mu_out.at[at], new, mask=mask)
         h = _multiply_add(c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static)
         pair = _pair(h, jnp.bfloat16, static.interpret)
         return gram + _dot_pairs(pair, pair, along, along), square + jnp.sum(h * h, axis=along)
 
     zeros = jnp.zeros((static.tile, static.tile)), jnp.zeros(static.tile)
-    gram, square = jax.lax.fori_loop(0, _turns(static), turn, zeros)
-    triton.store(grams.at[batch, tile, part], gram)
-    triton.store(squares.at[batch, tile, part], square)
-
-
-def _look_ahead(c: Coefficients, tiles: Sequence[Array], static: _Static) -> Sequence[Array]:
-    """The look-ahead h of a tile, from the momentum after the step, as a pair."""
-    g, mu = (x.astype(jnp.float32) for x in tiles)
-    h = _multiply_add(c.ahead, mu, c.one_minus_ahead * (c.grad_scale * g), static)
-    return _pair(h, jnp.bfloat16, static.interpret)
-
-
-def _across_kernel(coefficients: Ref, g: Ref, mu: Ref, grams: Ref, *, static: _Static) -> None:
-    """Products of a block's first rows with its second."""
-    block, part, batch = (pl.program_id(k) for k in range(3))
-    c = _read(coefficients)
-    along = 1 if static.view.last else 0
-
-    tiles = [_tiles((g, mu), batch, 2 * block + sub, part, static) for sub in range(2)]
-
-    def turn(k: Array, gram: Array) -> Array:
-        upper, lower = (_look_ahead(c, read(k), static) for read in tiles)
-        return gram + _dot_pairs(upper, lower, along, along)
-
-    zeros = jnp.zeros((static.tile, static.tile))
-    triton.store(grams.at[batch, block, part], jax.lax.fori_loop(0, _turns(static), turn, zeros))
+    gram, square = jax.lax.fori_loop(0, static.part // static.width, turn, zeros)
+    block, part, batch = ids
+    triton.store(grams.at[batch, block, part], gram)
+    triton.store(squares.at[batch, block, part], square)
 
 
 def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _Static) -> None:
@@ -477,38 +393,22 @@ def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _S
 def _apply_kernel(
     coefficients: Ref, roots: Ref, g: Ref, mu: Ref, mixed: Ref, squares: Ref, *, static: _Static
 ) -> None:
-    tile, part, batch = (pl.program_id(k) for k in range(3))
-    row, there = _rows_of_tile(tile, static)
-    block, sub = tile // static.subs, tile % static.subs
-    c = _read(coefficients)
-    bf16 = functools.partial(_pair, dtype=jnp.bfloat16, interpret=static.interpret)
-
-    def root_of(other: int) -> Sequence[Array]:
-        lines = pl.ds(sub * static.tile, static.tile)
-        columns = pl.ds(other * static.tile + 0 * sub, static.tile)
-        return bf16(triton.load(roots.at[batch, block, lines, columns]))
-
-    whole = root_of(0) if static.subs == 1 else None
-    tiles = [
-        _tiles((g, mu), batch, block * static.subs + other, part, static)
-        for other in range(static.subs)
-    ]
+    ids, c = _ids(), _read(coefficients)
+    block, part, batch = ids
+    pair = functools.partial(_pair, dtype=jnp.bfloat16, interpret=static.interpret)
+    root = pair(triton.load(roots.at[batch, block]))
 
     def turn(k: Array, square: Array) -> Array:
-        total = jnp.float32(0)
-        for other, read in enumerate(tiles):
-            pair = _look_ahead(c, read(k), static)
-            root = root_of(other) if whole is None else whole
-            if static.view.last:
-                total = total + _dot_pairs(root, pair)
-            else:
-                total = total + _dot_pairs(pair, root, 1, 1)
-        column = part * static.part + k * static.width
-        at, mask = _load(mixed, batch, row, there, column, static)
-        half = (HALF_SCALE * total).astype(jnp.float16)
-        triton.store(at, half, mask=mask)
+        at, mask = _tile(ids, k, static)
+        # The look-ahead is made again, from the momentum after the step.
+        ahead = c.one_minus_ahead * (c.grad_scale * _load(g, at, mask))
+        h = pair(_multiply_add(c.ahead, _load(mu, at, mask), ahead, static))
+        found = _dot_pairs(root, h) if static.view.last else _dot_pairs(h, root, 1, 1)
+        half = (HALF_SCALE * found).astype(jnp.float16)
+        triton.store(mixed.at[at], half, mask=mask)
         found = half.astype(jnp.float32)
         return square + jnp.sum(found * found, axis=1 if static.view.last else 0)
 
-    square = jax.lax.fori_loop(0, _turns(static), turn, jnp.zeros(static.tile))
-    triton.store(squares.at[batch, tile, part], square)
+    zeros = jnp.zeros(static.tile)
+    square = jax.lax.fori_loop(0, static.part // static.width, turn, zeros)
+    triton.store(squares.at[batch, block, part], square)

@@ -244,20 +244,15 @@ def _einsum(*args: Any) -> Array:
     return jnp.einsum(*args, precision=PRECISION)
 
 
-def _times(a: Array, b: Array, k: int) -> Array:
-    del k
-    return jnp.matmul(a, b, precision=PRECISION)
-
-
-def inverse_root(gram: Array, times: Callable[[Array, Array, int], Array] = _times) -> Array:
+def inverse_root(gram: Array) -> Array:
     """The inverse square roots of matrices ``(..., b, b)`` without negative eigenvalues, about.
 
     An eigenvalue t comes out as ``t^(-1/2)`` where it is more than SHIFT of the greatest, and as a
-    finite number if not: no more than ``(SHIFT (sum of t^4)^(1/4))^(-1/2)``. Products are by
-    ``times(a, b, k)``, k being the number of the quintic.
+    finite number if not: no more than ``(SHIFT (sum of t^4)^(1/4))^(-1/2)``.
     """
+    times = functools.partial(jnp.matmul, precision=PRECISION)
     one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    square = times(gram, gram, 0)
+    square = times(gram, gram)
     # The fourth moment of the eigenvalues bounds the greatest, closer than a trace would.
     fourth = jnp.sum(square**2, axis=(-2, -1), keepdims=True)
     greatest = jnp.where(fourth > 0, jnp.where(fourth > 0, fourth, 1) ** 0.25, 1) * (1 + SHIFT)
@@ -265,10 +260,10 @@ def inverse_root(gram: Array, times: Callable[[Array, Array, int], Array] = _tim
     square = square / greatest**2 + (2 * SHIFT) * shifted - SHIFT**2 * one
     gram, root = shifted, greatest**-0.5
     for k, (a, b, c) in enumerate(QUINTICS):
-        factor = a * one + b * gram + c * (square if k == 0 else times(gram, gram, k))
+        factor = a * one + b * gram + c * (square if k == 0 else times(gram, gram))
         # The new factor from the left: from the right, what rounding mixes into small eigenvalues
         # would be multiplied by all factors before it. See docs/results/block-notes.md.
-        root = times(factor, root, k) if k else factor * root
+        root = times(factor, root) if k else factor * root
         if k + 1 < len(QUINTICS):
-            gram = times(factor, times(gram, factor, k), k)
+            gram = times(factor, times(gram, factor))
     return root

@@ -6,27 +6,31 @@ Else it is for the user to say. Rules are frozen dataclasses, not functions:
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._guess import axes_told, biases_of, guess, names_weight, out_first, stack_axis
-from optax_nora._leaves import Leaf
+from optax_nora._guess import axes_told, biases_of, guess, out_first, stack_axis
+from optax_nora._leaves import Leaf, Shape, Tree
 from optax_nora._names import (
     ATTENTION_IN,
     DOUBTS,
     EMBEDDING_DOUBTS,
     MATRIX_NAMES,
     OWN_EMBEDDINGS,
+    POSITIONS,
     VECTORS_IN_PATH,
     ZEROS,
     any_word,
     names_embedding,
     names_head,
+    names_matrix,
     names_norm,
     names_vector,
+    names_weight,
     words,
 )
 
@@ -58,12 +62,10 @@ class Rule:
 
     def partition_spec(self, leaf: Leaf) -> PartitionSpec:
         """How a leaf is split inside `jax.shard_map`."""
-        del leaf
         return PartitionSpec()
 
     def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
         """What this rule names and the tree does not have."""
-        del leaves
         return []
 
 
@@ -82,19 +84,19 @@ class Default(Rule):
             return known
         if leaf.ndim > 2:
             return ask(leaf)
-        told = axes_told(leaf)
+        told, weight = axes_told(leaf), names_weight(leaf.name)
         plain = leaf.name in MATRIX_NAMES or {"lora", "a"} <= set(words(leaf.name))
+        in_out = MuonDimensionNumbers(0, 1)
         if told == (0,):
             return Decision(MuonDimensionNumbers(1, 0), "(out, in): its bias is as long as axis 0")
-        if names_weight(leaf):
-            if told is None:
-                return ask(leaf)
-            return Decision(MuonDimensionNumbers(0, 1), "(in, out): its bias is as long as axis 1")
         if told is None and (
-            leaf.name in out_first(leaf) or (not plain and stack_axis(leaf) is not None)
+            weight
+            or leaf.name in out_first(leaf.tree)
+            or (not plain and stack_axis(leaf) is not None)
         ):
             return ask(leaf)
-        in_out = MuonDimensionNumbers(0, 1)
+        if weight:
+            return Decision(in_out, "(in, out): its bias is as long as axis 1")
         mixes = not plain or any(w.startswith("mix") for s in leaf.segments for w in words(s))
         if leaf.shape[0] == leaf.shape[1] <= 8 and mixes:
             return Decision(in_out, "small and square: a matrix that mixes?", sure=False)
@@ -105,8 +107,8 @@ class Default(Rule):
 
 def by_name(leaf: Leaf) -> Decision | None:
     """What name and neighbours say of a leaf that is no matrix; None where it may be one."""
-    *above, own = leaf.segments or ("",)
-    own = leaf.name or own
+    above, own = leaf.segments[:-1], leaf.name
+    matrix = names_matrix(own)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return Decision(None, NOT_FLOATING)
     for at, segment in enumerate(leaf.segments):
@@ -118,7 +120,6 @@ def by_name(leaf: Leaf) -> Decision | None:
             return Decision(None, f"named as an {kind}, perhaps none" if doubt else "", not doubt)
     if any(zero <= set(words(segment)) for segment in leaf.segments[-2:] for zero in ZEROS):
         return Decision(None, "starts at zero")
-    matrix = own in MATRIX_NAMES or names_weight(leaf)
     if names_vector(own) or any(map(names_norm, above)):
         sure = leaf.ndim < 2 or names_vector(own) or names_norm(above[-1])
         return Decision(None, "" if sure else "under a norm, but perhaps a matrix", sure)
@@ -137,10 +138,20 @@ def by_name(leaf: Leaf) -> Decision | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def _vocabulary(tree: Tree) -> frozenset[Shape]:
+    """The sorted shapes of the embeddings of words."""
+    return frozenset(
+        tuple(sorted(shape))
+        for path, shape in tree.shapes.items()
+        if len(shape) == 2 and any(map(names_embedding, path)) and not any_word(path, POSITIONS)
+    )
+
+
 def _like_the_vocabulary(leaf: Leaf) -> bool:
     """Whether a leaf is of an embedding's size, and not one of the many that just happen to be."""
     width, size = pair = tuple(sorted(leaf.shape))
-    if width == size or size < 32 or pair not in leaf.tree.vocabulary:
+    if width == size or size < 32 or pair not in _vocabulary(leaf.tree.whole):
         return False
     alike = [
         path

@@ -3,11 +3,12 @@
 Only where a bias tells is a guess ever taken; elsewhere it is shown to the user, who decides.
 """
 
+from functools import lru_cache
 from itertools import combinations
 
 from optax.contrib import MuonDimensionNumbers
 
-from optax_nora._leaves import Leaf, Shape
+from optax_nora._leaves import Leaf, Shape, Tree
 from optax_nora._names import (
     ATTENTION_IN,
     ATTENTION_OUT,
@@ -17,20 +18,18 @@ from optax_nora._names import (
     MATRIX_NAMES,
     MLPS,
     STACKS,
+    WEIGHTS,
     any_word,
     names_convolution,
+    names_matrix,
     names_vector,
+    names_weight,
     words,
 )
 
 Guess = tuple[MuonDimensionNumbers | None, str]
-_OF_MATRICES = MATRIX_NAMES | {"weight", "weights"}
+_OF_MATRICES = MATRIX_NAMES | WEIGHTS
 _OF_BIASES = BIASES | {"b"}
-
-
-def names_weight(leaf: Leaf) -> bool:
-    """Whether a leaf has PyTorch's name, whose layout is (out, in)."""
-    return not {"weight", "weights"}.isdisjoint(words(leaf.name))
 
 
 def biases_of(leaf: Leaf) -> list[Shape]:
@@ -38,11 +37,9 @@ def biases_of(leaf: Leaf) -> list[Shape]:
     kin = set(words(leaf.name)) - _OF_MATRICES
     beside = leaf.tree.modules.get(leaf.segments[:-1], {})
     found = [(set(words(name)), shape) for name, shape in beside.items() if name != leaf.name]
-    biases = [(own - _OF_BIASES, shape) for own, shape in found if own & _OF_BIASES]
-    for wanted in (kin, set()):
-        if shapes := [shape for rest, shape in biases if rest == wanted and shape]:
-            return shapes
-    return []
+    biases = [(own - _OF_BIASES, shape) for own, shape in found if own & _OF_BIASES and shape]
+    of_kin = [shape for rest, shape in biases if rest == kin]
+    return of_kin or [shape for rest, shape in biases if not rest]
 
 
 def axes_told(leaf: Leaf) -> tuple[int, ...] | None:
@@ -70,10 +67,10 @@ def stack_axis(leaf: Leaf) -> int | None:
         return None
     heads = leaf.ndim == 3 and axes_told(leaf) == (1, 2)  # a bias (heads, head_dim), as its kernel
     for end, segment in enumerate(("", *leaf.segments[:-1])):
-        below = leaf.tree.below.get(leaf.segments[:end], [(leaf.segments, leaf.shape)])
+        below = leaf.tree.below.get(leaf.segments[:end], {(leaf.name, leaf.shape)})
         shapes = {shape for _, shape in below}
         named = segment.lower() in STACKS and not leaf.segments[end].isdigit()
-        wide = (sum(n > 1 for n in shape) > 1 and names_vector(path[-1]) for path, shape in below)
+        wide = (sum(n > 1 for n in shape) > 1 and names_vector(name) for name, shape in below)
         if len(shapes) > 1 and (named or (not heads and any(wide))):
             for axis in (0, 1):
                 lengths = {shape[axis : axis + 1] for shape in shapes}
@@ -100,36 +97,30 @@ def guess(leaf: Leaf) -> Guess:
 
 
 def _pair(leaf: Leaf) -> Guess:
-    if stack_axis(leaf) is not None and not (names_weight(leaf) or leaf.name in MATRIX_NAMES):
+    if stack_axis(leaf) is not None and not names_matrix(leaf.name):
         return None, "stacked vectors"
-    told = axes_told(leaf)
-    beside = leaf.name in out_first(leaf)
-    first = told == (0,) if told is not None else names_weight(leaf) or beside
-    return (MuonDimensionNumbers(1, 0), "(out, in)") if first else _IN_OUT
+    first = names_weight(leaf.name) or leaf.name in out_first(leaf.tree)
+    if (told := axes_told(leaf)) is not None:
+        first = told == (0,)
+    sides, meaning = ((1, 0), "(out, in)") if first else ((0, 1), "(in, out)")
+    return MuonDimensionNumbers(*sides), meaning
 
 
-_IN_OUT = MuonDimensionNumbers(0, 1), "(in, out)"
-
-
-def out_first(leaf: Leaf) -> frozenset[str]:
-    """The names of leaves in the tree that are (out, in), as a bias of theirs tells."""
-    tree = leaf.tree
-    if "out_first" not in tree.facts:
-        leaves = (Leaf(path, shape, None, tree) for path, shape in tree.shapes.items())
-        tree.facts["out_first"] = frozenset(
-            one.name for one in leaves if one.ndim == 2 and axes_told(one) == (0,)
-        )
-    return tree.facts["out_first"]
+@lru_cache(maxsize=8)  # the trees of one survey: the whole, and without an axis or two
+def out_first(tree: Tree) -> frozenset[str]:
+    """The names of leaves in a tree that are (out, in), as a bias of theirs tells."""
+    leaves = (Leaf(path, shape, None, tree) for path, shape in tree.shapes.items())
+    return frozenset(one.name for one in leaves if one.ndim == 2 and axes_told(one) == (0,))
 
 
 def _more(leaf: Leaf) -> Guess:
     shape, path, n = leaf.shape, leaf.segments, leaf.ndim
-    if n == 3 and any_word(path, frozenset({"gating"})):
+    if n == 3 and any_word(path, {"gating"}):
         wide = gated_width(leaf) or min(shape[1:])
         last = shape[1] != shape[2] == wide
         return MuonDimensionNumbers(1 + last, (0, 2 - last)), "fused gate"
     if any_word(path, EXPERTS):
-        last = (n - 1, n - 2) if names_weight(leaf) else (n - 2, n - 1)
+        last = (n - 1, n - 2) if names_weight(leaf.name) else (n - 2, n - 1)
         return MuonDimensionNumbers(*last), "experts"
     if (out := axes_told(leaf)) is not None:
         rest = tuple(a for a in range(n) if a not in out)
@@ -139,7 +130,7 @@ def _more(leaf: Leaf) -> Guess:
     if (known := _attention(leaf)) is not None:
         return known
     if n == 3:
-        if names_weight(leaf):
+        if names_weight(leaf.name):
             conv = shape[2] <= min(12, *shape[:2])
             return _convolution(leaf) if conv else (MuonDimensionNumbers(2, 1), "(..., out, in)")
         if shape[0] >= max(shape) or shape[1] < min(5, shape[0], shape[2]):
@@ -152,34 +143,32 @@ def _attention(leaf: Leaf) -> Guess | None:
     shape, n = leaf.shape, leaf.ndim
     if any_word(leaf.segments, MLPS):
         return None
-    einsum = any_word(leaf.segments, frozenset({"einsum"}))
+    einsum = any_word(leaf.segments, {"einsum"})
     fused = any_word(leaf.segments, FUSED)
     if fused and n == 4 and shape[1] in (2, 3) and not einsum:
         return MuonDimensionNumbers(0, (1, 2, 3)), "(embed, fused, heads, head_dim)"
     if fused and n == 4 and shape[0] in (2, 3):
         return MuonDimensionNumbers(2, (0, 1, 3)), "(fused, heads, embed, head_dim)"
-    for segment in reversed(leaf.segments):
-        out = any_word([segment], ATTENTION_OUT)
-        if not (out or any_word([segment], ATTENTION_IN)):
-            continue
-        if n == 4:
-            numbers, meaning = _attention(leaf.without(0)) or _IN_OUT
-            return numbers and outward(numbers, 0), f"stacked along axis 0, {meaning}"
-        # The longest axis is that of the model's width; in a draw it lies where Flax has it.
-        embed = max(range(3), key=lambda a: (shape[a], a == (2 if out else int(einsum))))
-        heads = [a for a in range(3) if a != embed]
-        meaning = ["heads", "head_dim"]
-        meaning.insert(embed, "embed")
-        sides = (tuple(heads), embed) if out else (embed, tuple(heads))
-        return MuonDimensionNumbers(*sides), f"({', '.join(meaning)})"
-    return None
+    known = [s for s in leaf.segments if any_word([s], ATTENTION_IN | ATTENTION_OUT)]
+    if not known:
+        return None
+    out = any_word(known[-1:], ATTENTION_OUT)
+    stack = int(n == 4)
+    axes = range(stack, stack + 3)
+    # The longest axis is that of the model's width; in a draw it lies where Flax has it.
+    embed = max(axes, key=lambda a: (shape[a], a == axes[2 if out else einsum]))
+    heads = tuple(a for a in axes if a != embed)
+    meaning = ["heads", "head_dim"]
+    meaning.insert(embed - stack, "embed")
+    numbers = MuonDimensionNumbers(*((heads, embed) if out else (embed, heads)))
+    return numbers, "stacked along axis 0, " * stack + f"({', '.join(meaning)})"
 
 
 def _convolution(leaf: Leaf) -> Guess:
     *window, before, last = range(leaf.ndim)
-    if names_weight(leaf):
+    if names_weight(leaf.name):
         return MuonDimensionNumbers((*range(1, leaf.ndim),), 0), "convolution (out, in, ...)"
-    if leaf.name == "w" and any_word(leaf.segments, frozenset({"transpose"})):
+    if leaf.name == "w" and any_word(leaf.segments, {"transpose"}):
         return MuonDimensionNumbers((*window, last), before), "convolution (..., out, in)"
     return MuonDimensionNumbers((*window, before), last), "convolution (..., in, out)"
 

@@ -6,8 +6,9 @@ boxes its leaves, other libraries have attribute or integer keys: here all of th
 """
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_nora._names import POSITIONS, WRAPPED, WRAPPERS, any_word, names_embedding
-
 PyTree = Any
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
+
+# Segments that a library puts behind a leaf's own name.
+_WRAPPERS = frozenset({"array", "value", "raw_value"})
+_WRAPPED = frozenset({"weight", "bias"})  # and 0 behind these: Haliax' arrays in a sequence
 
 
 @cache
@@ -32,59 +35,57 @@ def split_path(path: Path) -> Path:
 def _segments(path: Path) -> Path:
     segments = split_path(path)
     while len(segments) > 1 and (
-        segments[-1] in WRAPPERS or (segments[-1] == "0" and segments[-2] in WRAPPED)
+        segments[-1] in _WRAPPERS or (segments[-1] == "0" and segments[-2] in _WRAPPED)
     ):
         segments = segments[:-1]
     return segments
 
 
-class Tree:
-    """What the neighbours of a leaf say: the shapes of a whole tree."""
+def slashed(path: Path) -> str:
+    """A path as errors and tables show it."""
+    return "/".join(path) or "(root)"
 
-    def __init__(
-        self, shapes: Iterable[tuple[Path, Shape]] = (), vocabulary: "frozenset | None" = None
-    ):
+
+def prefix_in(known: Mapping[Path, Any], path: Path) -> Path | None:
+    """The longest beginning of ``path`` that is ``known``, or None."""
+    prefixes = (path[:end] for end in range(len(path), -1, -1))
+    return next((prefix for prefix in prefixes if prefix in known), None)
+
+
+class Tree:
+    """What the neighbours of a leaf say: the shapes of a whole tree, by their segments.
+
+    ``whole`` is the tree from which axes were taken out.
+    """
+
+    def __init__(self, shapes: Iterable[tuple[Path, Shape]] = (), whole: "Tree | None" = None):
         self.shapes = dict(shapes)
-        self.facts: dict[Any, Any] = {}  # what others found out, once for the tree
-        if vocabulary is not None:
-            self.vocabulary = vocabulary
+        self.whole = whole or self
+        self._without: dict[int, Tree] = {}
 
     @cached_property
     def modules(self) -> dict[Path, dict[str, Shape]]:
         """The leaves of each module: their names and shapes."""
         found: dict[Path, dict[str, Shape]] = defaultdict(dict)
-        for path, shape in self.shapes.items():
-            segments = _segments(path)
+        for segments, shape in self.shapes.items():
             found[segments[:-1]][segments[-1] if segments else ""] = shape
         return found
 
     @cached_property
-    def vocabulary(self) -> "frozenset[tuple[int, ...]]":
-        """The sorted shapes of the embeddings of words."""
-        return frozenset(
-            tuple(sorted(shape))
-            for path, shape in self.shapes.items()
-            if len(shape) == 2
-            and any(map(names_embedding, _segments(path)))
-            and not any_word(_segments(path), POSITIONS)
-        )
-
-    @cached_property
-    def below(self) -> dict[Path, list[tuple[Path, Shape]]]:
-        """All leaves under each module."""
-        found: dict[Path, list[tuple[Path, Shape]]] = defaultdict(list)
-        for path, shape in self.shapes.items():
-            segments = _segments(path)
+    def below(self) -> dict[Path, set[tuple[str, Shape]]]:
+        """The names and shapes of all leaves under each module."""
+        found: dict[Path, set[tuple[str, Shape]]] = defaultdict(set)
+        for segments, shape in self.shapes.items():
             for end in range(len(segments)):
-                found[segments[:end]].append((segments, shape))
+                found[segments[:end]].add((segments[-1], shape))
         return found
 
     def without(self, axis: int) -> "Tree":
         """The tree with ``axis`` taken out of every leaf that has it."""
-        if axis not in self.facts:
+        if axis not in self._without:
             shapes = ((p, s[:axis] + s[axis + 1 :]) for p, s in self.shapes.items())
-            self.facts[axis] = Tree(shapes, self.vocabulary)
-        return self.facts[axis]
+            self._without[axis] = Tree(shapes, self.whole)
+        return self._without[axis]
 
 
 NO_TREE = Tree()
@@ -122,7 +123,7 @@ class Leaf(NamedTuple):
 
     @property
     def slashed(self) -> str:
-        return "/".join(self.path) or "(root)"
+        return slashed(self.path)
 
     def without(self, axis: int) -> "Leaf":
         """The leaf of one layer of a stack along ``axis``."""
@@ -131,6 +132,26 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.slashed} {self.shape} {self.dtype}"
+
+
+def kinds(said: Iterable[tuple[Leaf, Any]]) -> list[tuple[str, Any, list[Leaf]]]:
+    """Leaves of which the same is said and whose paths differ in numbers alone.
+
+    For each kind the pattern that its paths share, what is said, and the leaves.
+    """
+    groups: dict[Any, list[Leaf]] = defaultdict(list)
+    for leaf, what in said:
+        groups[re.sub(r"\d+", "*", leaf.slashed), what].append(leaf)
+    return [
+        (pattern if len(group) > 1 else group[0].slashed, what, group)
+        for (pattern, what), group in groups.items()
+    ]
+
+
+def is_function(given: Any) -> bool:
+    """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
+    leaves = jax.tree.leaves(given)
+    return bool(leaves) and all(map(callable, leaves))
 
 
 def _is_box(node: Any) -> bool:
@@ -174,9 +195,9 @@ def describe(path: Path, array: Any) -> Leaf:
         return Leaf(path, tuple(array.shape), array.dtype)
     if isinstance(array, int | float | complex):
         return Leaf(path, (), jnp.result_type(array))
-    where = "/".join(path) or "(root)"
     raise ValueError(
-        f"the leaf {where} is {repr(array)[:80]}, not an array: keep it out of the parameters"
+        f"the leaf {slashed(path)} is {repr(array)[:80]}, not an array: keep it out of the "
+        "parameters"
     )
 
 
@@ -219,13 +240,11 @@ def check_paired(tree: PyTree, *rest: PyTree) -> None:
 
 def _paired(paths: list[Path], tree: PyTree) -> list[Any]:
     """The nodes of ``tree`` in the order of ``paths``."""
-    found = dict(nodes_with_paths(tree)[0])
-    other = next((path for path in paths if path not in found), None)
-    if other is None and len(found) > len(paths):
-        other = next(path for path in found if path not in set(paths))
+    found, known = dict(nodes_with_paths(tree)[0]), set(paths)
+    other = next((p for p in (*paths, *found) if p not in found or p not in known), None)
     if other is not None:
         raise ValueError(
-            f"the leaf {'/'.join(other) or '(root)'} is in one tree and not in another: give "
+            f"the leaf {slashed(other)} is in one tree and not in another: give "
             "gradients, state and parameters as trees of one structure"
         )
     return [found[path] for path in paths]

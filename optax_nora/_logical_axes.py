@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import groupby, takewhile
 from typing import Any
 
 import jax
@@ -16,18 +17,15 @@ from optax_nora._rules import Frozen
 
 # The last of these words in an axis' name says what it is, `no` and what follows apart.
 KINDS = {
-    "batch": ("layers", "layer", "stage", "stages", "repeat", "repeats", "stack", "scan"),
-    "experts": ("exp", "expert", "experts"),
-    "joint": ("heads", "head", "kv", "qkv", "q", "k", "v"),
-    "window": ("height", "width", "depth", "time", "spatial", "window", "conv"),
-    "adamw": ("vocab", "vocabulary", "classes", "norm"),
-    "feature": (
-        *("embed", "embedding", "mlp", "hidden", "in", "out", "input", "output"),
-        *("features", "feature", "channels", "ffn", "ff", "lora", "rank"),
-    ),
+    "batch": "layers layer stage stages repeat repeats stack scan",
+    "experts": "exp expert experts",
+    "joint": "heads head kv qkv q k v",
+    "window": "height width depth time spatial window conv",
+    "adamw": "vocab vocabulary classes norm",
+    "feature": "embed embedding mlp hidden in out input output features feature channels ffn ff "
+    "lora rank",
 }
-_KIND_OF = {word: kind for kind, known in KINDS.items() for word in known}
-_FILLERS = frozenset({"dim", "axis", "size"})
+_KIND_OF = {word: kind for kind, known in KINDS.items() for word in known.split()}
 
 
 def _axis_names(node: Any) -> tuple[Any, ...] | None:
@@ -53,9 +51,9 @@ class LogicalAxes(Rule):
     kinds: Mapping[str, str]
 
     def decide(self, leaf: Leaf) -> Decision:
-        default = by_name(leaf)
+        known = by_name(leaf)
         names = self.names.get(leaf.path)
-        if names is None or len(names) > leaf.ndim or (default and default.numbers is None):
+        if names is None or len(names) > leaf.ndim or (known and known.numbers is None):
             return Default().decide(leaf)
         kinds = [self._kind(name) for name in names] + [None] * (leaf.ndim - len(names))
         if "adamw" in kinds:
@@ -64,30 +62,22 @@ class LogicalAxes(Rule):
             return Default().decide(leaf)
         if kinds[-1] == "experts":
             kinds[-1] = "feature"  # of a router, (embed, experts)
-        sides: list[list[int]] = []
-        for axis, kind in enumerate(kinds):
-            if kind in ("batch", "experts"):
-                continue
-            if kind == "joint" and sides and kinds[sides[-1][-1]] == "joint":
-                sides[-1].append(axis)
-            else:
-                sides.append([axis])
+        axes = [axis for axis, kind in enumerate(kinds) if kind not in ("batch", "experts")]
+        together = groupby(axes, lambda axis: "joint" if kinds[axis] == "joint" else axis)
+        sides = [tuple(side) for _, side in together]
         if len(sides) < 2:
             return Decision(None)
-        if (
-            sum(kinds[side[0]] != "window" for side in sides) != 2
-            or kinds[sides[-1][0]] == "window"
-        ):
+        window = [kinds[side[0]] == "window" for side in sides]
+        if window[-1] or window.count(False) != 2:
             return Default().decide(leaf)
-        reduction = tuple(axis for side in sides[:-1] for axis in side)
-        return Decision(MuonDimensionNumbers(reduction, tuple(sides[-1])))
+        reduction = tuple(axis for axis in axes if axis not in sides[-1])
+        return Decision(MuonDimensionNumbers(reduction, sides[-1]))
 
     def _kind(self, name: str | None) -> str | None:
         if name is None or name in self.kinds:
             return self.kinds.get(name or "")
-        found = [word for word in words(name) if word not in _FILLERS]
-        found = found[: found.index("no")] if "no" in found else found
-        return next((_KIND_OF[word] for word in reversed(found) if word in _KIND_OF), None)
+        told = takewhile(lambda word: word != "no", words(name))
+        return ([_KIND_OF[word] for word in told if word in _KIND_OF] or [None])[-1]
 
 
 def from_logical_axes(

@@ -6,9 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_nora._leaves import Leaf, Path, PyTree, array_of, map_leaves, nodes_with_paths
-from optax_nora._routing import is_function
-from optax_nora._rules import prefix_in
+from optax_nora._leaves import (
+    Leaf,
+    Path,
+    PyTree,
+    array_of,
+    is_function,
+    map_leaves,
+    nodes_with_paths,
+    prefix_in,
+    slashed,
+)
 
 
 def decay_mask(mask: Any) -> Callable[[PyTree], PyTree] | None:
@@ -48,7 +56,7 @@ def _booleans(mask: PyTree) -> dict[Path, bool]:
         of_numpy = isinstance(yes, np.bool_ | np.ndarray | jax.Array) and yes.dtype == np.bool_
         if not (isinstance(yes, bool) or (of_numpy and np.shape(yes) == ())):
             raise TypeError(
-                f"weight_decay_mask has {repr(yes)[:80]} at {'/'.join(path) or '(root)'}, not a "
+                f"weight_decay_mask has {repr(yes)[:80]} at {slashed(path)}, not a "
                 "bool; give a tree, a prefix tree or a function of the parameters that gives one"
             )
         found[path] = bool(yes)

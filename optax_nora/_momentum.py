@@ -31,21 +31,6 @@ class MomentumState(NamedTuple):
     count: Any = None
 
 
-def zero_momentum(
-    params: PyTree, mu_dtype: Any, weight_dimension_numbers: WeightDimensionNumbers
-) -> PyTree:
-    """A zero for each matrix, shaped and sharded like it; nothing for the other leaves."""
-    routes = routes_of(params, weight_dimension_numbers)
-
-    def zeros(leaf: Leaf, param: Array) -> Any:
-        if routes[leaf.path] is None:
-            return optax.MaskedNode()
-        check_holds(mu_dtype, leaf, param)
-        return jnp.zeros_like(param, dtype=jnp.result_type(param) if mu_dtype is None else mu_dtype)
-
-    return map_leaves(zeros, params)
-
-
 def with_momentum(
     make_step: Callable[..., LeafStep],
     mu_dtype: Any,
@@ -56,8 +41,16 @@ def with_momentum(
     check_moment_dtype(mu_dtype)
 
     def init(params: PyTree) -> MomentumState:
-        mu = zero_momentum(params, mu_dtype, weight_dimension_numbers)
-        return MomentumState(mu, jnp.zeros([], jnp.int32) if counted else None)
+        routes = routes_of(params, weight_dimension_numbers)
+
+        def zeros(leaf: Leaf, param: Array) -> Any:
+            if routes[leaf.path] is None:
+                return optax.MaskedNode()
+            check_holds(mu_dtype, leaf, param)
+            return jnp.zeros_like(param, dtype=mu_dtype or jnp.result_type(param))
+
+        count = jnp.zeros([], jnp.int32) if counted else None
+        return MomentumState(map_leaves(zeros, params), count)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **told: Any

@@ -5,7 +5,7 @@ A name is split where its letters change case and at all that is no letter: ``ln
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
 
 
@@ -15,9 +15,7 @@ def _set(names: str) -> frozenset[str]:
 
 # Own names of matrices in Flax and Haiku. `weight`, of PyTorch, Equinox and Haliax, is (out, in).
 MATRIX_NAMES = frozenset({"kernel", "w"})
-# Segments that a library puts behind a leaf's own name.
-WRAPPERS = frozenset({"array", "value", "raw_value"})
-WRAPPED = frozenset({"weight", "bias"})  # and 0 behind these: Haliax' arrays in a sequence
+WEIGHTS = frozenset({"weight", "weights"})
 
 NORMS = frozenset({"ln", "norms", "rms", "bn", "gn", "normalization"})  # and all that ends in norm
 BIASES = frozenset({"bias", "biases"})
@@ -27,14 +25,13 @@ VECTORS = VECTORS_IN_PATH | _set(
     "gamma beta alpha offset shift gain slope slopes log sink sinks dt decay temperature threshold "
     "delta lambda mean var std variance loc freq freqs frequencies"
 )
-WHOLE_VECTORS = frozenset({"b", "d", "g"})  # own names of one letter; `d` is Mamba's
 
 EMBEDDINGS = frozenset({"wte", "wpe", "vocab", "codebook"})
 _EMBEDDING = re.compile(r"(un|pos|tok|patch|rel|time)?emb(s|d|ed|eds|edder|edders|edding|eddings)?")
 OWN_EMBEDDINGS = _set("token tokens table tables pos position positions positional latents")
 POSITIONS = _set("wpe pos position positions positional type types segment rel relpos")
 
-HEADS = frozenset({"logit", "logits", "classifier", "readout", "predictions"})  # and logit...
+HEADS = frozenset({"classifier", "readout", "predictions"})  # and all that begins with logit
 _HEAD_SEGMENTS = frozenset({"score", "qa_outputs", "seq_relationship"})
 _NO_HEADS = _set("multi per attn attention self cross each num")  # ..._head is no head
 # In the name of an embedding or a head these cast doubt: a hidden projection beside it.
@@ -59,9 +56,20 @@ def words(segment: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in _WORD.findall(segment))
 
 
-def any_word(segments: Sequence[str], known: frozenset[str]) -> bool:
+def any_word(segments: Sequence[str], known: Set[str]) -> bool:
     """Whether a word of ``segments`` is known."""
     return any(not known.isdisjoint(words(s)) for s in segments)
+
+
+@cache
+def names_weight(segment: str) -> bool:
+    """Whether a leaf's own name is PyTorch's, whose layout is (out, in)."""
+    return not WEIGHTS.isdisjoint(words(segment))
+
+
+def names_matrix(segment: str) -> bool:
+    """Whether a leaf's own name is a matrix's."""
+    return segment in MATRIX_NAMES or names_weight(segment)
 
 
 @cache
@@ -80,14 +88,12 @@ def names_convolution(segment: str) -> bool:
 def names_vector(segment: str) -> bool:
     """Whether a leaf's own name is a vector's."""
     own = words(segment)
-    ends = any(word.endswith(("bias", "scale")) for word in own)  # layerscale
-    bias_of_letter = bool(own) and own[0] == "b" and len(own) < 3  # b, b1, b_q
     return (
         names_norm(segment)
-        or ends
         or not VECTORS.isdisjoint(own)
-        or bias_of_letter
-        or (len(own) == 1 and own[0] in WHOLE_VECTORS)
+        or any(word.endswith(("bias", "scale")) for word in own)  # layerscale
+        or (own[:1] == ("b",) and len(own) < 3)  # b, b1, b_q
+        or own in (("d",), ("g",))  # `d` is Mamba's
     )
 
 

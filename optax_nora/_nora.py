@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_nora._adamw import ScalarOrSchedule, StepTransformation, route_to
+from optax_nora._adamw import AdamW, ScalarOrSchedule, StepTransformation, route_to
 from optax_nora._axes import Rows
 from optax_nora._backend import check_backend, matrix_step
 from optax_nora._blocks import direction_of
@@ -15,7 +15,7 @@ from optax_nora._masks import decay_mask
 from optax_nora._momentum import LeafStep, scale_by_momentum, with_momentum
 from optax_nora._routing import WeightDimensionNumbers
 from optax_nora._rows import check_row_scale, row_scale_of
-from optax_nora._step import Coefficients, Direction, one_minus
+from optax_nora._step import Coefficients, one_minus
 
 Array = jax.Array
 
@@ -73,67 +73,8 @@ def scale_by_nora(
       Nora paper, Algorithm 1; the look-ahead is in the authors' code only.
     """
     return scale_by_momentum(
-        direction_of(block_rows, project),
-        beta,
-        momentum,
-        mu_dtype,
-        weight_dimension_numbers,
-        eps,
+        direction_of(block_rows, project), beta, momentum, mu_dtype, weight_dimension_numbers, eps
     )
-
-
-def _matrices(
-    learning_rate: ScalarOrSchedule,
-    beta: ScalarOrSchedule,
-    momentum: ScalarOrSchedule,
-    eps: Any,
-    weight_decay: ScalarOrSchedule,
-    weight_decay_mask: Any,
-    mu_dtype: Any,
-    direction: Direction,
-    row_scale: str,
-    base_fan_in: Any,
-    backend: str,
-) -> optax.GradientTransformationExtraArgs:
-    """The matrices' branch of `nora`: a step of each leaf is one function of arrays."""
-    check_learning_rate("learning_rate", learning_rate)
-    check_range("beta", beta, high=1, below=True, schedule=True)
-    check_range("momentum", momentum, high=1, schedule=True)
-    check_range("eps", eps)
-    check_range("weight_decay", weight_decay, schedule=True)
-    check_row_scale(row_scale, base_fan_in)
-    check_backend(backend)
-    mask = decay_mask(weight_decay_mask)
-
-    def make_step(
-        count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
-    ) -> LeafStep:
-        lr, decay, b, m = (
-            x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, momentum)
-        )
-        scale = 1.0 if grad_scale is None else grad_scale
-        nodes = () if mask is None else nodes_with_paths(mask(params))[0]
-        still = {path for path, node in nodes if array_of(node) is False}
-
-        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
-            fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
-            c = Coefficients(
-                grad_scale=scale,
-                beta=b,
-                one_minus_beta=one_minus(b),
-                ahead=m,
-                one_minus_ahead=one_minus(m),
-                eps=eps,
-                row_scale=row_scale_of(row_scale, *fans, base_fan_in),
-                weight_decay=0.0 if leaf.path in still else decay,
-                learning_rate=lr,
-            )
-            one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
-            return one(c, g, mu, w)
-
-        return step
-
-    return with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
 
 
 def nora(
@@ -231,26 +172,53 @@ def nora(
       Nora paper, Algorithm 1, and the authors' code at its end; docs/faithfulness.md says where the
       two and this function differ.
     """
-    return route_to(
-        _matrices(
-            learning_rate,
-            beta,
-            beta if momentum is None else momentum,
-            eps,
-            weight_decay,
-            weight_decay_mask,
-            mu_dtype,
-            direction_of(block_rows, project),
-            row_scale,
-            base_fan_in,
-            backend,
-        ),
-        weight_dimension_numbers,
-        learning_rate=learning_rate if adam_learning_rate is None else adam_learning_rate,
+    direction = direction_of(block_rows, project)
+    ahead = beta if momentum is None else momentum
+    check_learning_rate("learning_rate", learning_rate)
+    check_range("beta", beta, high=1, below=True, schedule=True)
+    check_range("momentum", ahead, high=1, schedule=True)
+    check_range("eps", eps)
+    check_range("weight_decay", weight_decay, schedule=True)
+    check_row_scale(row_scale, base_fan_in)
+    check_backend(backend)
+    mask = decay_mask(weight_decay_mask)
+
+    def make_step(
+        count: Any, params: PyTree, grad_scale: Any = None, write_weights: bool = False, **_: Any
+    ) -> LeafStep:
+        lr, decay, b, m = (
+            x(count) if callable(x) else x for x in (learning_rate, weight_decay, beta, ahead)
+        )
+        scale = 1.0 if grad_scale is None else grad_scale
+        nodes = () if mask is None else nodes_with_paths(mask(params))[0]
+        still = {path for path, node in nodes if array_of(node) is False}
+
+        def step(leaf: Leaf, rows: Rows, g: Array, mu: Array, w: Array) -> tuple[Array, Array]:
+            fans = rows.fan_in(leaf.shape), rows.fan_out(leaf.shape)
+            c = Coefficients(
+                grad_scale=scale,
+                beta=b,
+                one_minus_beta=one_minus(b),
+                ahead=m,
+                one_minus_ahead=one_minus(m),
+                eps=eps,
+                row_scale=row_scale_of(row_scale, *fans, base_fan_in),
+                weight_decay=0.0 if leaf.path in still else decay,
+                learning_rate=lr,
+            )
+            one = matrix_step(backend, rows, direction, write_weights, g, mu, w)
+            return one(c, g, mu, w)
+
+        return step
+
+    matrices = with_momentum(make_step, mu_dtype, weight_dimension_numbers=None, counted=True)
+    adamw = AdamW(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
         b1=adam_b1,
         b2=adam_b2,
         eps=adam_eps,
         mu_dtype=mu_dtype,
         weight_decay=adam_weight_decay,
-        weight_decay_mask=weight_decay_mask,
+        mask=weight_decay_mask,
     )
+    return route_to(matrices, weight_dimension_numbers, adamw)

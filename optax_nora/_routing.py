@@ -5,10 +5,8 @@ becomes a `Rule`, and a rule says of each leaf which axes are its rows, or that 
 """
 
 import contextlib
-import re
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from glob import escape
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._axes import Rows, mesh_axes
-from optax_nora._default import Decision, Default, Rule
+from optax_nora._default import NOT_FLOATING, Decision, Default, Rule
 from optax_nora._leaves import (
     Leaf,
     Path,
@@ -26,39 +24,24 @@ from optax_nora._leaves import (
     Tree,
     array_of,
     describe,
+    is_function,
+    kinds,
     map_leaves,
     nodes_with_paths,
+    slashed,
 )
-from optax_nora._rules import (
-    ByPath,
-    DenseOnly,
-    Listed,
-    listed,
-    matches,
-    one_rule,
-    rows_of,
-)
+from optax_nora._rules import ByPath, DenseOnly, Listed, listed, matches, rows_of, rule_of
 
 Routes = Mapping[Path, Rows | None]  # None where a leaf is no matrix
 WeightDimensionNumbers = MuonDimensionNumbers | Rule | PyTree | Callable[[PyTree], PyTree] | None
-
-
 _MAKERS = ("optax_nora._rules", "optax_nora.rules")  # of rules, by functions to be called first
-
-
-def is_function(given: Any) -> bool:
-    """Whether ``given`` is to be called: a tree may be callable too, as Equinox's modules are."""
-    leaves = jax.tree.leaves(given)
-    return bool(leaves) and all(map(callable, leaves))
 
 
 def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tree: PyTree) -> Rule:
     """The rule in whatever a user gave; ``tree`` is for functions of the parameters."""
     given = weight_dimension_numbers
-    if given is None:
-        return default
-    if isinstance(given, Rule | MuonDimensionNumbers):
-        return one_rule(given, "weight_dimension_numbers is")
+    if given is None or isinstance(given, Rule | MuonDimensionNumbers):
+        return rule_of(given, default)
     of_params = getattr(given, "__name__", "") == "haliax"  # as from_logical_axes
     if (getattr(given, "__module__", "") in _MAKERS and not of_params) or isinstance(given, type):
         raise ValueError(
@@ -70,9 +53,8 @@ def as_rule(weight_dimension_numbers: WeightDimensionNumbers, default: Rule, tre
     specs = {p: _unboxed(node) for p, node in nodes if not isinstance(node, optax.MaskedNode)}
     for path, spec in specs.items():
         if not _is_spec(spec):
-            where = "/".join(path) or "(root)"
             raise ValueError(
-                f"weight_dimension_numbers has {repr(spec)[:80]} at {where}; give "
+                f"weight_dimension_numbers has {repr(spec)[:80]} at {slashed(path)}; give "
                 "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), or None for "
                 "AdamW (under optax.inject_hyperparams a rule: it takes functions for schedules)"
             )
@@ -90,43 +72,54 @@ def _unboxed(node: Any) -> Any:
 
 
 class Routed(NamedTuple):
-    """A leaf, where it goes and why; ``error`` where its numbers do not fit."""
+    """A leaf, its rows if it is a matrix, and why; ``error`` where its numbers do not fit."""
 
     leaf: Leaf
     decision: Decision
     rows: Rows | None
     error: str = ""
 
+    @property
+    def goes_to(self) -> str:
+        """The optimizer; ``"?"`` where the user has to say, ``"refused"`` where nothing fits."""
+        if self.error or self.decision.note == NOT_FLOATING:
+            return "refused"
+        if self.decision.ask:
+            return "?"
+        if self.rows is None or self.of_one_weight:
+            return "adamw"
+        return "nora"
+
+    @property
+    def of_one_weight(self) -> bool:
+        """Whether rows are of one weight: nothing is orthogonal to one, so AdamW has them."""
+        rows = self.rows
+        return rows is not None and not rows.reduction_mesh and rows.fan_in(self.leaf.shape) <= 1
+
 
 def survey(tree: PyTree, rule: Rule) -> list[Routed]:
     """Where each leaf of ``tree`` goes, with all that is wrong; not those that a mask took out."""
     if isinstance(tree, optax.GradientTransformation):
         raise ValueError("this is an optimizer; give the parameters, whose leaves are to be routed")
-    found, wrong = [], []
+    found, routed = [], []
     for path, node in nodes_with_paths(tree)[0]:
         try:
             if (array := array_of(node)) is not None:
                 found.append(describe(path, array))
         except ValueError as error:
-            wrong.append(Routed(Leaf(path, (), "?"), Decision(None), None, str(error)))
+            routed.append(Routed(Leaf(path, (), "?"), Decision(None), None, str(error)))
     whole = [_whole(leaf, rule) for leaf in found]
-    around = Tree((leaf.path, leaf.shape) for leaf in whole)
-    return wrong + [
-        _routed(one._replace(tree=around), leaf, rule)
-        for one, leaf in zip(whole, found, strict=True)
-    ]
-
-
-def _routed(whole: Leaf, leaf: Leaf, rule: Rule) -> Routed:
-    """Where ``leaf`` goes, as a part of what it is ``whole``."""
-    decision, rows = Decision(None), None
-    try:
-        decision = rule.decide(whole)
-        if decision.numbers is not None:
-            rows = rows_of(leaf, decision.numbers, rule.partition_spec(leaf))
-    except ValueError as error:
-        return Routed(leaf, decision, None, str(error))
-    return Routed(leaf, decision, rows)
+    around = Tree((leaf.segments, leaf.shape) for leaf in whole)
+    for leaf, one in zip(found, whole, strict=True):
+        decision, rows, error = Decision(None), None, ""
+        try:
+            decision = rule.decide(one._replace(tree=around))
+            if decision.numbers is not None:
+                rows = rows_of(leaf, decision.numbers, rule.partition_spec(leaf))
+        except ValueError as wrong:
+            error = str(wrong)
+        routed.append(Routed(leaf, decision, rows, error))
+    return routed
 
 
 def _whole(leaf: Leaf, rule: Rule) -> Leaf:
@@ -137,19 +130,6 @@ def _whole(leaf: Leaf, rule: Rule) -> Leaf:
     except (NameError, ValueError):  # outside of it; or no spec, which is told when it is needed
         return leaf
     return leaf._replace(shape=tuple(n * p for n, p in zip(leaf.shape, parts, strict=True)))
-
-
-def resolve(tree: PyTree, rule: Rule) -> list[Routed]:
-    """Where each leaf goes. Neighbours are asked, so give the whole tree where there is one.
-
-    All that is wrong is raised here: all leaves for which the user has to say, in one error.
-    """
-    routed = survey(tree, rule)
-    if wrong := next((one.error for one in routed if one.error), None):
-        raise ValueError(wrong)
-    if unclear := [one for one in routed if one.decision.ask]:
-        raise ValueError(how_to_route(unclear, routed, rule))
-    return routed
 
 
 def check_matched(params: PyTree, weight_dimension_numbers: WeightDimensionNumbers) -> None:
@@ -174,33 +154,20 @@ def unmatched(params: PyTree, rule: Rule) -> str:
     )
 
 
-_NUMBER = re.compile(r"\d+")
-
-
-def kinds(leaves: Iterable[Leaf], key: Callable[[Leaf], Any]) -> list[tuple[str, list[Leaf]]]:
-    """Leaves that differ in numbers of their paths alone, with the pattern that they share."""
-    groups: dict[Any, list[Leaf]] = defaultdict(list)
-    for leaf in leaves:
-        groups[_NUMBER.sub("*", leaf.slashed), key(leaf)].append(leaf)
-    return [
-        (pattern if len(group) > 1 else group[0].slashed, group)
-        for (pattern, _), group in groups.items()
-    ]
-
-
-def how_to_route(unclear: Sequence[Routed], routed: Sequence[Routed], rule: Rule) -> str:
+def how_to_route(routed: Sequence[Routed], rule: Rule) -> str:
     """Each kind of leaf for which the user has to say, and what to paste."""
-    listing = kinds((one.leaf for one in unclear), lambda leaf: (leaf.shape, leaf.dtype))
+    unclear = (one.leaf for one in routed if one.goes_to == "?")
+    listing = kinds((leaf, (leaf.shape, leaf.dtype)) for leaf in unclear)
     return "\n".join(
         [
             "these leaves may be matrices, and nothing says which axes are a row:",
             *(
-                f"  {pattern} {group[0].shape} {group[0].dtype}"
+                f"  {pattern} {shape} {dtype}"
                 + (f", {len(group)} of them" if len(group) > 1 else "")
-                for pattern, group in listing
+                for pattern, (shape, dtype), group in listing
             ),
             "Say so. If each is what its comment says, paste",
-            *code_to_paste(unclear, [one.leaf for one in routed], rule),
+            *code_to_paste(routed, rule),
             "with `from optax.contrib import MuonDimensionNumbers`; for layers stacked along axis "
             "0, (layers, in, out), take",
             "  optax_nora.by_path({'layers': optax_nora.stacked()})",
@@ -209,34 +176,22 @@ def how_to_route(unclear: Sequence[Routed], routed: Sequence[Routed], rule: Rule
     )
 
 
-def code_to_paste(unclear: Sequence[Routed], leaves: Sequence[Leaf], rule: Rule) -> list[str]:
-    """Lines of code that route each leaf as it is guessed, and no other leaf."""
-    decisions = {one.leaf.path: one.decision for one in unclear}
+def code_to_paste(routed: Sequence[Routed], rule: Rule) -> list[str]:
+    """Lines of code that route each unclear leaf as it is guessed, and no other leaf."""
+    unclear = ((one.leaf, one.decision) for one in routed if one.goes_to == "?")
     lines = ["  weight_dimension_numbers=optax_nora.by_path({"]
-    for pattern, group in kinds((one.leaf for one in unclear), lambda leaf: decisions[leaf.path]):
-        paths = {leaf.path for leaf in group}
-        for exact in (escape(pattern) if len(group) == 1 else pattern, "/" + pattern):
-            if {leaf.path for leaf in leaves if matches(exact, leaf)} == paths:
-                patterns = [exact]
-                break
-        else:
-            patterns = ["/" + (escape(leaf.slashed) if leaf.path else "**") for leaf in group]
-        numbers, note = decisions[group[0].path][:2]
+    for pattern, (numbers, note, *_), group in kinds(unclear):
+        short = (escape(pattern) if len(group) == 1 else pattern, "/" + pattern)
+        exact = [p for p in short if [o.leaf for o in routed if matches(p, o.leaf)] == group]
+        each = ["/" + (escape(leaf.slashed) if leaf.path else "**") for leaf in group]
         axes = [a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in numbers or ()]
         spec = f"MuonDimensionNumbers({axes[0]}, {axes[1]})" if numbers else None
-        lines += [f"      {pattern!r}: {spec},  # {note}" for pattern in patterns]
+        lines += [f"      {p!r}: {spec},  # {note}" for p in exact[:1] or each]
     if isinstance(rule, ByPath):
         lines.append("      # your own patterns follow here")
     elif not isinstance(rule, Default):
         lines.append("      '**': ...,  # in place of the dots what you gave before")
     return [*lines, "  })"]
-
-
-def for_nora(leaf: Leaf, rows: Rows | None) -> Rows | None:
-    """``rows``, but None for rows of one weight: nothing is orthogonal to one, so AdamW has it."""
-    if rows is None or (rows.reduction_mesh == () and rows.fan_in(leaf.shape) <= 1):
-        return None
-    return rows
 
 
 # What an enclosing `with_adamw` found for the whole tree: its parts see the matrices alone.
@@ -259,14 +214,20 @@ def routes_of(
     """The rows of each leaf by its path, None where it is no matrix.
 
     Without dimension numbers every leaf is a kernel ``(in, out)``, or what the default routing of a
-    ``whole_model`` says, whose leaves of fan-in 1 are no matrices.
+    ``whole_model`` says, whose leaves of fan-in 1 are no matrices. Raises what is wrong, and all
+    for which the user has to say in one error.
     """
     if weight_dimension_numbers is None and (routes := _ENCLOSING.get()) is not None:
         return routes
-    default = Default() if whole_model else DenseOnly()
-    routed = resolve(tree, as_rule(weight_dimension_numbers, default, tree))
-    choose = for_nora if whole_model else (lambda _, rows: rows)
-    return {one.leaf.path: choose(one.leaf, one.rows) for one in routed}
+    rule = as_rule(weight_dimension_numbers, Default() if whole_model else DenseOnly(), tree)
+    routed = survey(tree, rule)
+    if wrong := next((one.error for one in routed if one.error), None):
+        raise ValueError(wrong)
+    if any(one.goes_to == "?" for one in routed):
+        raise ValueError(how_to_route(routed, rule))
+    return {
+        one.leaf.path: None if whole_model and one.of_one_weight else one.rows for one in routed
+    }
 
 
 def route_tree(

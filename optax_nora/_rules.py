@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax_nora._axes import Rows, mesh_axes
 from optax_nora._default import Decision, Default, Rule, by_name
 from optax_nora._guess import outward
-from optax_nora._leaves import Leaf, Path, PyTree, path_of, split_path
+from optax_nora._leaves import Leaf, Path, PyTree, path_of, prefix_in, split_path
 
 
 class Frozen(dict):
@@ -55,18 +56,15 @@ class Kernels(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Everywhere(Rule):
-    """One spec for all leaves."""
+    """One spec for all leaves; None for AdamW."""
 
-    spec: MuonDimensionNumbers
+    spec: MuonDimensionNumbers | None
 
     def decide(self, leaf: Leaf) -> Decision:
         return Decision(self.spec)
 
 
-def prefix_in(specs: Mapping[Path, Any], path: Path) -> Path | None:
-    """The longest beginning of ``path`` that ``specs`` has, or None."""
-    prefixes = (path[:end] for end in range(len(path), -1, -1))
-    return next((prefix for prefix in prefixes if prefix in specs), None)
+ADAMW = Everywhere(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +107,12 @@ def matches(pattern: str, leaf: Leaf) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ByPath(Rule):
-    patterns: tuple[tuple[str, "MuonDimensionNumbers | Rule | None"], ...]
+    patterns: tuple[tuple[str, Rule], ...]
     optional: bool = False  # whether patterns may match nothing, as those of a family of models
 
     def decide(self, leaf: Leaf) -> Decision:
-        for pattern, spec in self.patterns:
-            if matches(pattern, leaf):
-                return spec.decide(leaf) if isinstance(spec, Rule) else Decision(spec)
-        return Default().decide(leaf)
+        found = (rule for pattern, rule in self.patterns if matches(pattern, leaf))
+        return next(found, Default()).decide(leaf)
 
     def unmatched(self, leaves: Sequence[Leaf]) -> list[str]:
         patterns = () if self.optional else self.patterns
@@ -164,16 +160,12 @@ class InShardMap(Rule):
 
 def axes_of(value: Any, where: str) -> tuple[int, ...]:
     """One axis or several as a tuple of int."""
-    if isinstance(value, bool | str):
-        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
-    try:
-        return (operator.index(value),)
-    except TypeError:
-        pass
-    try:
-        return tuple(operator.index(axis) for axis in value)
-    except TypeError:
-        raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int") from None
+    if not isinstance(value, bool | str):
+        with suppress(TypeError):
+            return (operator.index(value),)
+        with suppress(TypeError):
+            return tuple(map(operator.index, value))
+    raise ValueError(f"{where}={value!r} is no axis: give an int or a tuple of int")
 
 
 def checked(spec: MuonDimensionNumbers) -> MuonDimensionNumbers:
@@ -198,11 +190,10 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     def axes(field: str) -> tuple[int, ...]:
         value = getattr(numbers, field)
         given = axes_of(value, f"{leaf}: {field}")
-        for axis in given:
-            if not -leaf.ndim <= axis < leaf.ndim:
-                raise ValueError(
-                    f"{leaf}: {field}={value} is out of range; its axes are 0 to {leaf.ndim - 1}"
-                )
+        if not all(-leaf.ndim <= axis < leaf.ndim for axis in given):
+            raise ValueError(
+                f"{leaf}: {field}={value} is out of range; its axes are 0 to {leaf.ndim - 1}"
+            )
         found = tuple(axis % leaf.ndim for axis in given)
         if len(set(found)) != len(found):
             raise ValueError(f"{leaf}: {field}={value} repeats an axis; name each axis once")
@@ -222,23 +213,18 @@ def rows_of(leaf: Leaf, numbers: MuonDimensionNumbers, spec: PartitionSpec) -> R
     return Rows(reduction, output, *split)
 
 
-def _checked_rule(given: Any, where: str) -> MuonDimensionNumbers | Rule | None:
-    if given is None or isinstance(given, Rule):
-        return given
+def rule_of(given: Any, none: Rule, where: str = "") -> Rule:
+    """The rule in what an argument gives; ``none`` is that in None."""
+    if given is None:
+        return none
     if isinstance(given, MuonDimensionNumbers):
-        return checked(given)
+        return Everywhere(checked(given))
+    if isinstance(given, Rule):
+        return given
     raise ValueError(
         f"{where} {repr(given)[:80]}; give optax.contrib.MuonDimensionNumbers, a rule "
         "(called: stacked(), not stacked), or None for AdamW"
     )
-
-
-def one_rule(given: MuonDimensionNumbers | Rule | None, where: str) -> Rule:
-    """The rule in what an argument gives; None is the default routing."""
-    rule = _checked_rule(given, where)
-    if rule is None:
-        return Default()
-    return rule if isinstance(rule, Rule) else Everywhere(rule)
 
 
 def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
@@ -276,7 +262,7 @@ def by_path(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
         if not isinstance(pattern, str) or "" in pattern.removeprefix("/").split("/"):
             raise ValueError(f"by_path: the pattern {pattern!r} has an empty segment")
     return ByPath(
-        tuple((p, _checked_rule(spec, f"by_path: {p!r} maps to")) for p, spec in patterns.items())
+        tuple((p, rule_of(x, ADAMW, f"by_path: {p!r} maps to")) for p, x in patterns.items())
     )
 
 
@@ -306,7 +292,7 @@ def stacked(rule: MuonDimensionNumbers | Rule | None = None, axis: int = 0) -> R
       >>> optax_nora.infer_dimension_numbers(params, rule)
       {'layers': {'mlp': {'kernel': MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,))}}}
     """
-    one_layer = one_rule(rule, "stacked: rule is")
+    one_layer = rule_of(rule, Default(), "stacked: rule is")
     if len(axes := axes_of(axis, "stacked: axis")) != 1:
         raise ValueError(f"stacked: axis={axis!r} is not one axis; stack stacked() for several")
     return Stacked(one_layer, axes[0])
@@ -372,7 +358,7 @@ def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | No
         if not isinstance(spec, PartitionSpec):
             raise ValueError(f"in_shard_map: {spec!r:.80} is no jax.sharding.PartitionSpec")
     return InShardMap(
-        one_rule(rule, "in_shard_map: rule is"),
+        rule_of(rule, Default(), "in_shard_map: rule is"),
         Frozen((path_of(path), spec) for path, spec in specs),
     )
 

@@ -48,11 +48,7 @@ def _difference(state: PyTree, own: PyTree, where: str = "") -> str:
 
 def _look(node: PyTree) -> tuple[str, dict[str, Any]]:
     """The kind of a node of a tree, and what is right below it."""
-    if _is_array(node):
+    if hasattr(node, "dtype") or (is_leaf(node) and jax.tree.leaves(node)):
         return "an array", {}
     below, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return type(node).__name__, {jax.tree_util.keystr(path): part for path, part in below}
-
-
-def _is_array(node: Any) -> bool:
-    return hasattr(node, "dtype") or (is_leaf(node) and bool(jax.tree.leaves(node)))

@@ -5,15 +5,13 @@ from typing import TextIO
 
 from optax_nora._axes import Rows
 from optax_nora._blocks import block_size, check_block_rows
-from optax_nora._default import NOT_FLOATING, Default
-from optax_nora._leaves import Leaf, PyTree
+from optax_nora._default import Default
+from optax_nora._leaves import Leaf, PyTree, kinds
 from optax_nora._routing import (
     Routed,
     WeightDimensionNumbers,
     as_rule,
     code_to_paste,
-    for_nora,
-    kinds,
     survey,
     unmatched,
 )
@@ -63,6 +61,8 @@ def summarize(
     check_row_scale(row_scale, base_fan_in)
     if block_rows is not None:
         check_block_rows(block_rows)
+    head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
+    head += ("",) if block_rows is None else ("blocks", "")
     remarks = []
     try:
         rule = as_rule(weight_dimension_numbers, Default(), params)
@@ -70,40 +70,35 @@ def summarize(
     except ValueError as error:
         rule = Default()
         remarks += [f"the default routing, as these weight_dimension_numbers are wrong: {error}"]
-    routed = {one.leaf.path: one for one in survey(params, rule)}
+    routed = survey(params, rule)
 
-    def line(path: str, one: Routed) -> tuple[str, ...]:
+    def line(one: Routed) -> tuple[str, ...]:
         leaf, rows = one.leaf, one.rows
-        where = (path, str(leaf.shape), str(leaf.dtype), _goes_to(one))
-        if rows is None or where[-1] == "adamw":
-            return (*where, *[""] * (4 if block_rows is None else 5), _note(one))
+        where = (str(leaf.shape), str(leaf.dtype), one.goes_to)
+        if rows is None or one.goes_to == "adamw":
+            return (*where, *[""] * (len(head) - 5), _note(one))
         axes = (str(rows.reduction), str(rows.output), str(rows.batch(leaf.ndim)))
         fans = (rows.fan_in(leaf.shape), rows.fan_out(leaf.shape))
         scale = f"{row_scale_of(row_scale, *fans, base_fan_in):.4g}"
         own = () if block_rows is None else (_blocks(leaf, rows, block_rows),)
-        return (*where, *axes, "" if where[-1] == "?" else scale, *own, _note(one))
+        return (*where, *axes, "" if one.goes_to == "?" else scale, *own, _note(one))
 
-    groups = kinds((one.leaf for one in routed.values()), lambda leaf: line("", routed[leaf.path]))
-    head = ("path", "shape", "dtype", "optimizer", "reduction", "output", "batch", "row scale")
-    head += ("",) if block_rows is None else ("blocks", "")
     table = [head] + [
-        line(pattern + (f" x{len(group)}" if len(group) > 1 else ""), routed[group[0].path])
-        for pattern, group in groups
+        (pattern + (f" x{len(group)}" if len(group) > 1 else ""), *cells)
+        for pattern, cells, group in kinds((one.leaf, line(one)) for one in routed)
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    unclear = [one for one in routed.values() if _goes_to(one) == "?"]
-    if unclear:
+    if any(one.goes_to == "?" for one in routed):
         remarks += [
             "? is for you to say. If each is what its last column says, paste",
-            *code_to_paste(unclear, [one.leaf for one in routed.values()], rule),
+            *code_to_paste(routed, rule),
             "with `from optax.contrib import MuonDimensionNumbers`",
         ]
-    remarks += dict.fromkeys(one.error for one in routed.values())
-    remarks += weak_rows(
-        params, {path: one.rows for path, one in routed.items() if _goes_to(one) == "nora"}
-    )
+    remarks += dict.fromkeys(one.error for one in routed)
+    matrices = {one.leaf.path: one.rows for one in routed if one.goes_to == "nora"}
+    remarks += weak_rows(params, matrices)
     lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    lines += ["", _totals(list(routed.values())), *filter(None, remarks)]
+    lines += ["", _totals(routed), *filter(None, remarks)]
     print("\n".join(lines), file=file or sys.stdout)
 
 
@@ -117,19 +112,11 @@ def _blocks(leaf: Leaf, rows: Rows, block_rows: int) -> str:
     return f"{count} x {size}" + (f" + {rest}" if rest else "") + f", {cost} ops"
 
 
-def _goes_to(one: Routed) -> str:
-    if one.error or one.decision.note == NOT_FLOATING:
-        return "refused"
-    if one.decision.ask:
-        return "?"
-    return "adamw" if for_nora(one.leaf, one.rows) is None else "nora"
-
-
 def _note(one: Routed) -> str:
     decision = one.decision
     if one.error:
         return "see below"
-    if one.rows is not None and not decision.ask and for_nora(one.leaf, one.rows) is None:
+    if one.of_one_weight and not decision.ask:
         return "rows of one weight"
     return decision.note if decision.sure or decision.ask else f"unsure: {decision.note}"
 
@@ -137,7 +124,7 @@ def _note(one: Routed) -> str:
 def _totals(routed: list[Routed]) -> str:
     total = max(1, sum(one.leaf.size for one in routed))
     sizes = {
-        name: [one.leaf.size for one in routed if _goes_to(one) == name]
+        name: [one.leaf.size for one in routed if one.goes_to == name]
         for name in ("nora", "adamw", "?", "refused")
     }
     return "; ".join(

@@ -12,14 +12,7 @@ from optax_nora._blocks import check_block_rows, orthonormalize
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import PyTree, check_paired
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
-from optax_nora._rows import (
-    check_row_scale,
-    normalize,
-    project,
-    restore_norms,
-    row_scale_of,
-    widen,
-)
+from optax_nora._rows import check_row_scale, normalize, project, restore_norms, row_scale_of, widen
 
 Array = jax.Array
 

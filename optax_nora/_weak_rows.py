@@ -1,6 +1,5 @@
 """Rows that are zero or far shorter than the others: turning them does not make them longer."""
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_nora._axes import Rows
-from optax_nora._leaves import Path, PyTree, array_of, describe, nodes_with_paths
-from optax_nora._routing import kinds
+from optax_nora._leaves import Path, PyTree, array_of, describe, kinds, nodes_with_paths
 
 SHORT = 1 / 30  # of the others' length; scaled residual layers start at a tenth
 
@@ -37,26 +35,19 @@ def weak_rows(params: PyTree, rows_at: Mapping[Path, Rows | None]) -> list[str]:
     measured = jax.device_get(measured)
     means = [mean for _, _, mean in measured if mean > 0]
     typical = float(np.median(means)) if means else 0.0
-    said = {}
+    said = []
     for leaf, (zeros, least, mean) in zip(leaves, measured, strict=True):
         if zeros:
-            said[leaf.path] = "has rows of zeros"
+            said.append((leaf, "has rows of zeros"))
         elif mean < SHORT * typical:
-            said[leaf.path] = "has rows far shorter than those of the other matrices"
+            said.append((leaf, "has rows far shorter than those of the other matrices"))
         elif least < SHORT * mean:
-            said[leaf.path] = "has a row far shorter than its others"
-    weak = [leaf for leaf in leaves if leaf.path in said]
+            said.append((leaf, "has a row far shorter than its others"))
     return [
-        f"{pattern} {said[group[0].path]}: Nora turns rows and hardly makes them longer; None in "
+        f"{pattern} {what}: Nora turns rows and hardly makes them longer; None in "
         "weight_dimension_numbers sends it to AdamW"
-        for pattern, group in kinds(weak, lambda leaf: said[leaf.path])
+        for pattern, what, _ in kinds(said)
     ]
-
-
-def warn_of_weak_rows(params: PyTree, rows_at: Mapping[Path, Rows | None]) -> None:
-    """Warn where `weak_rows` finds any."""
-    for sentence in weak_rows(params, rows_at):
-        warnings.warn(sentence, stacklevel=3)
 
 
 def _is_at_hand(array: Any) -> bool:

@@ -11,10 +11,10 @@ import jax
 from optax.contrib import MuonDimensionNumbers
 
 from optax_nora._default import Decision, Default, Rule, ask, by_name
-from optax_nora._guess import axes_told, gated_width, names_weight, stack_axis
+from optax_nora._guess import axes_told, gated_width, stack_axis
 from optax_nora._leaves import Leaf, PyTree, path_of
-from optax_nora._names import names_convolution
-from optax_nora._rules import ByPath, kernels
+from optax_nora._names import names_convolution, names_weight
+from optax_nora._rules import ADAMW, ByPath, kernels, rule_of
 from optax_nora._rules import stacked as _stacked
 
 
@@ -28,7 +28,7 @@ class _Layer(Rule):
     def decide(self, leaf: Leaf) -> Decision:
         if self.ndim not in (None, leaf.ndim) or stack_axis(leaf) is not None:
             return Default().decide(leaf)
-        return self.spec.decide(leaf) if isinstance(self.spec, Rule) else Decision(self.spec)
+        return rule_of(self.spec, ADAMW).decide(leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class _OutFirst(Rule):
 
     def decide(self, leaf: Leaf) -> Decision:
         known = by_name(leaf)
-        conv = any(map(names_convolution, leaf.segments)) or axes_told(leaf) == (0,)
-        if (known is not None and not known.ask) or not names_weight(leaf):
+        if (known is not None and not known.ask) or not names_weight(leaf.name):
             return Default().decide(leaf)
+        conv = any(map(names_convolution, leaf.segments)) or axes_told(leaf) == (0,)
         if leaf.ndim > 2 and not conv:
             return ask(leaf)
         return Decision(MuonDimensionNumbers(tuple(range(1, leaf.ndim)), 0))
@@ -64,11 +64,12 @@ class _Unless(Rule):
 
     def decide(self, leaf: Leaf) -> Decision:
         known = by_name(leaf)
-        return known if known is not None and known.sure and not known.ask else Decision(self.spec)
+        return known if known is not None and known.sure else Decision(self.spec)
 
 
 def _family(patterns: Mapping[str, MuonDimensionNumbers | Rule | None]) -> Rule:
-    return ByPath(tuple(patterns.items()), optional=True)
+    rules = ((pattern, rule_of(spec, ADAMW)) for pattern, spec in patterns.items())
+    return ByPath(tuple(rules), optional=True)
 
 
 _IN = _Layer(MuonDimensionNumbers(0, (1, 2)), 3)  # (embed, heads, head_dim)
@@ -127,7 +128,6 @@ def maxtext(scan_axis: int | None = 1) -> Rule:
         _ATTENTION
         | {
             "qkv_proj/kernel": _Layer(MuonDimensionNumbers(0, (1, 2, 3)), 4),
-            "w[qk]v_b/kernel": _IN,
             "wq_b/kernel": _IN,
             "wkv_b/kernel": _IN,
             "wi_[01]": experts,
@@ -195,8 +195,7 @@ def huggingface_flax() -> Rule:
     out_in = _Layer(MuonDimensionNumbers(1, 0), 2)
     return _family(
         {
-            **dict.fromkeys(["c_attn/kernel", "q_attn/kernel", "c_fc/kernel"], out_in),
-            "c_proj/kernel": out_in,
+            **{f"{name}/kernel": out_in for name in ("c_attn", "q_attn", "c_fc", "c_proj")},
             "*conv*/kernel": _Layer(kernels()),
             "transform/dense/kernel": _DENSE,
             "embedding_hidden_mapping_in/kernel": _DENSE,

@@ -67,8 +67,8 @@ CASES = [  # ragged everywhere: no tile divides these
     ((3, 5, 30, 70), Rows((3,), (1, 2)), 64),
     ((4, 30, 70), Rows((0, 1), (2,)), 64),
     (SQUARE, FIRST, 128),  # no more rows than weights in one
-    ((300, 330), FIRST, 256),
-    ((330, 300), LAST, 256),
+    ((300, 330), FIRST, 100),
+    ((330, 300), LAST, 128),
 ]
 
 

@@ -17,8 +17,8 @@ P = PartitionSpec
 every_backend = pytest.mark.parametrize("backend", ["xla", "pallas"])
 RULE = optax_nora.by_path({"last": MuonDimensionNumbers(1, 0), "layers": optax_nora.stacked()})
 SHAPES = {"kernel": (48, 40), "last": (40, 64), "layers": {"kernel": (3, 40, 32)}, "bias": (7,)}
-# Kernels round to half precision: rows of a direction are off by this (tests/test_block_kernels.py),
-# and the next momentum is not touched by that.
+# Kernels round to half precision: rows of a direction are off by this, as test_block_kernels.py has
+# it, and the next momentum is not touched by that.
 KERNEL = {"xla": 0.0, "pallas": 3 * 4 * 2.0**-11 / (1 / 3)}
 
 
@@ -157,8 +157,8 @@ def test_a_mesh_has_the_numbers_of_one_device_and_gathers_nothing(spec, kind, ba
         got = function(*placed)
         program = function.lower(*placed).compile().as_text()
     stepped, update, *parts = zip(jax.device_get(got), function(g, w), strict=True)
-    # Gaussian blocks of 16 rows of 32 have a condition of (1 + 0.5**0.5) / (1 - 0.5**0.5), its square
-    # in their Gram matrices, where sums are stretched by it.
+    # Gaussian blocks of 16 rows of 32 have a condition of (1 + 0.5**0.5) / (1 - 0.5**0.5), and
+    # their Gram matrices its square, which stretches errors.
     for pair in (stepped, update):
         close(*pair, of_steps(32, 0.1, 1, condition=34) + 0.1 * KERNEL[backend])
     for pair in parts:
@@ -195,7 +195,11 @@ def test_rows_that_do_not_follow_each_other_have_no_blocks(backend):
             out_specs=spec,
             check_vma=backend == "xla",
         )
-        close(function(w), whole.step(w, whole.init(w), w)[0], of_steps(12, 0.1, 1) + 0.1 * KERNEL[backend])
+        close(
+            function(w),
+            whole.step(w, whole.init(w), w)[0],
+            of_steps(12, 0.1, 1) + 0.1 * KERNEL[backend],
+        )
 
     run(P(None, "x"), 4)
     run(P(None, None, "y"), 1)

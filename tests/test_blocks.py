@@ -493,8 +493,8 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     # The same sums in another order, times conditions of under 100.
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
     found = collectives(function, *placed)
-    # Of a row: its part of the Gram matrix, <u, u> of u and of a tiny u, lest it overflow, and these
-    # of d; with project <h, w>, <w, w>, <u, w>, <u, u> and that of a tiny u, and these again of d.
+    # Of a row: its part of the Gram matrix, <u, u> of u and of a tiny u, lest it overflow, and both
+    # of d; with project <h, w>, <w, w>, <h, h>, <u, w>, <u, u>, and these again of d.
     last = split_rows % 8
     grams = split_rows * 8 - last * (8 - last)
     expected = {"all-reduce": grams + split_rows * (10 if project else 4)} if split_rows else {}

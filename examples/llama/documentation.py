@@ -5,6 +5,7 @@ language reference behind `help()`. Sources are parsed, never imported, and noth
 """
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -16,11 +17,12 @@ from pathlib import Path
 PACKAGES = ("jax", "numpy", "scipy", "flax", "optax")
 
 
-def python_documentation() -> dict[str, str]:
+@functools.cache  # it takes half a minute
+def python_documentation(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Prose by document name: one document a module or topic, no paragraph twice."""
     seen: set[str] = set()
     documents = {}
-    for name, strings in _sources():
+    for name, strings in _sources(packages):
         paragraphs = []
         for paragraph in re.split(r"\n\s*\n", "\n\n".join(strings)):
             paragraph = "\n".join(line.strip() for line in paragraph.strip().splitlines())
@@ -39,13 +41,13 @@ def versions() -> list[str]:
     return [f"python {platform.python_version()}", *packages]
 
 
-def _sources() -> Iterator[tuple[str, list[str]]]:
+def _sources(packages: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     yield from _docstrings(Path(sysconfig.get_path("stdlib")), "python")
     topics = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.walk(ast.parse(topics.read_text("utf-8"))):
         if isinstance(node, ast.Dict):
             yield from ((f"topics.{k}", [v]) for k, v in ast.literal_eval(node).items())
-    for package in PACKAGES:
+    for package in packages:
         spec = importlib.util.find_spec(package)
         if spec and spec.origin:
             yield from _docstrings(Path(spec.origin).parent, package)

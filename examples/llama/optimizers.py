@@ -131,12 +131,15 @@ def is_fused(config: Config) -> bool:
     return config.fused and alone and isinstance(bare, optax_nora.StepTransformation)
 
 
+def given(config: Config) -> dict[str, Any]:
+    """The settings of an optimizer that are not the defaults."""
+    names = dict.fromkeys(name for known in RECIPES.values() for name in known.options)
+    return {name: x for name in names if (x := getattr(config, name)) != getattr(Config, name)}
+
+
 def make_bare(config: Config, rates: Rates) -> Any:
     """The optimizer with nothing around it."""
-    chosen = recipe(config)
-    settings = {option for known in RECIPES.values() for option in known.options}
-    given = {name: getattr(config, name) for name in settings}
-    options = {name: x for name, x in given.items() if x != getattr(Config, name)}
+    chosen, options = recipe(config), given(config)
     if unknown := set(options) - set(chosen.options):
         raise UserError(f"optimizer {config.optimizer!r} takes no {', '.join(sorted(unknown))}")
     return chosen.make(

@@ -39,16 +39,18 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def draw_run(run: Path, out: Path) -> None:
+def draw_run(run: Path, out: Path, title: str) -> None:
     """Training and held-out loss of one run against steps, with the unigram entropy."""
     metrics = read_metrics(run)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*series(metrics, "step", "loss"), color="tab:blue", alpha=0.4, label="training")
-    axes.plot(*series(metrics, "step", "held_out_loss"), "o-", color="tab:blue", label="held out")
+    training, held_out = (series(metrics, "step", y) for y in ("loss", "held_out_loss"))
+    axes.plot(*training, color="tab:blue", alpha=0.4, label="training (single batches)")
+    axes.plot(*held_out, "o-", color="tab:blue", label="held out")
     for entropy in (line["unigram_entropy"] for line in metrics if "unigram_entropy" in line):
-        axes.axhline(entropy, color="gray", linestyle=":", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=plain(run.name))
+        axes.axhline(entropy, color="gray", linestyle=":", label="word frequencies alone")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set_title(f"{title}\nfinal held-out loss {held_out[1][-1]:.4f}", fontsize="medium")
     axes.legend()
     figure.savefig(out, dpi=120)
 

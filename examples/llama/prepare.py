@@ -52,6 +52,8 @@ def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
     def documents() -> Iterator[tuple[str, str]]:
         return read_documents(config.path, config.text_field)
 
+    source = str(config.path or "the documentation of Python and its packages")
+    say(f"reading {source}")
     first = [_rank(name) for name, _ in islice(documents(), 1_000)]
     if not first:
         raise UserError(f"{config.path} is empty")
@@ -72,7 +74,6 @@ def write_corpus(folder: Path, config: DataConfig, vocab_size: int) -> None:
                 split = "held_out" if _rank(name) <= held_out else "train"
                 yield Document(split, [*encoding.ids, end], len(text.encode()))
 
-    source = str(config.path or "the documentation of Python and its packages")
     write_tokens(folder, source, tokenizer, tokenized())
 
 

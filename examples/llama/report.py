@@ -143,8 +143,7 @@ class Report:
         """The optimizer's part of a step."""
         whole = self.seconds / step
         self.write(step, optimizer_seconds=seconds, optimizer_share=round(seconds / whole, 4))
-        part = f"{1e3 * seconds:.2f} of {1e3 * whole:.2f} ms"
-        say(f"the optimizer takes {part} of a step, {seconds / whole:.1%}")
+        say(f"a step takes {whole:.3g} s, {100 * seconds / whole:.1f} % of it the optimizer")
 
     def rows(self, step: int, geometry: dict[str, RowGeometry]) -> None:
         """What the rows of every matrix do after a step."""

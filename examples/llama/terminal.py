@@ -33,7 +33,7 @@ def training_bar(**options: Any) -> Progress:
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         **options,
     )

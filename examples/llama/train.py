@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import shutil
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import jax
@@ -105,6 +107,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
     Raises:
         UserError: what the user can mend.
     """
+    start = time.perf_counter()
     console.quiet = jax.process_index() > 0
     config = cli.resolve(config)
     hosts.agree(cli.shared(config))
@@ -123,6 +126,7 @@ def train(config: Config, stopped: Callable[[int], bool] = lambda step: False) -
         hosts.first(lambda: describe(folder, config, corpus))
         with hosts.watched(folder):
             run(trainer, folder, identity, stopped)
+    say(f"{timedelta(seconds=round(time.perf_counter() - start))} in all")
 
 
 def describe(folder: Path, config: Config, corpus: Corpus) -> None:
@@ -136,13 +140,15 @@ def describe(folder: Path, config: Config, corpus: Corpus) -> None:
 def run(trainer: Trainer, folder: Path, identity: dict, stopped: Callable[[int], bool]) -> None:
     """Trains, and draws and writes what came of it."""
     config = trainer.config
-    entropy = unigram_entropy(trainer.corpus.shards("held_out"))
     kept = config.keep, identity, config.hosts.timeout
     with Checkpoints(folder / "checkpoints", *kept) as checkpoints:
         begin(trainer, checkpoints, folder)
         with Report(folder, config, trainer.step) as report, signals() as signalled:
             if trainer.step == 0:
                 with report.aside(trainer.state):
+                    entropy = unigram_entropy(trainer.corpus.shards("held_out"))
+                    baseline = "a model that knows only word frequencies"
+                    say(f"{baseline}: held-out loss {entropy:.4f} nats a token")
                     report.held_out(0, trainer.measure(), unigram_entropy=entropy)
             trainer.fit(checkpoints, report, lambda step: stopped(step) or signalled(step))
             if trainer.step == config.steps:
@@ -151,13 +157,12 @@ def run(trainer: Trainer, folder: Path, identity: dict, stopped: Callable[[int],
     if trainer.step < config.steps:
         say(f"stopped at step {trainer.step}; go on with --resume --name {folder.name}")
         return
-    say(f"unigram entropy of the held-out text: {entropy:.4f} nats a token")
     if jax.process_index() == 0:
-        plot.draw_run(folder, folder / "loss.png")
+        plot.draw_run(folder, folder / "loss.png", f"{trainer.model}\n{trainer.optimizer}")
     if jax.process_count() == 1:
         params = trainer.state.params
         text = complete(trainer.program.graph, params, trainer.corpus.tokenizer(), config.prompt)
-        say(f"sample: {text}")
+        say("sample:\n" + textwrap.indent(text, "  | ", lambda line: True))
     say(f"written: {folder}/ with metrics.jsonl, loss.png, config.json, checkpoints/")
 
 

@@ -154,10 +154,26 @@ class Trainer:
             jax.block_until_ready(result)
         return (time.perf_counter() - start) / repeats
 
+    @property
+    def model(self) -> str:
+        """The model and its steps, in words."""
+        config, shape = self.config, self.config.model
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.program.state.params))
+        steps = f"{config.steps:,} steps of {config.batch * shape.context:,} tokens"
+        return f"LLaMA, {shape.layers} layers of width {shape.width}, {size:,} parameters; {steps}"
+
+    @property
+    def optimizer(self) -> str:
+        """The learning rates, and what else of the optimizer was chosen, in words."""
+        name, rates = self.config.optimizer, self.rates
+        text = f"learning rates: {name} {rates.matrix:g}, adamw {rates.other:g}"
+        text += f"; weight decay {rates.weight_decay:g}"
+        return "".join([text, *(f", {k} {v}" for k, v in optimizers.given(self.config).items())])
+
     def show(self) -> None:
         """What is about to be trained, on what."""
         config = self.config
-        for text in self.corpus.describe():
+        for text in (*self.corpus.describe(), self.model):
             say(text)
         params, numbers = self.program.state.params, optimizers.dimension_numbers(config)
         if config.optimizer != "nora":
@@ -165,12 +181,11 @@ class Trainer:
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(mask), strict=True)
             matrices = sum(leaf.size for leaf, matrix in pairs if matrix)
             others = sum(leaf.size for leaf in jax.tree.leaves(params)) - matrices
-            say(f"{config.optimizer}: {matrices:,} parameters; adamw: {others:,}")
+            say(f"{config.optimizer}: {matrices:,} parameters of matrices; adamw: {others:,}")
         elif jax.process_index() == 0:
             row_scale = config.row_scale or "fan_ratio"
             optax_nora.summarize(
                 params, numbers, row_scale=row_scale, base_fan_in=config.base_fan_in
             )
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        rates = f"learning rate {self.rates.matrix:g}, of AdamW {self.rates.other:g}"
-        say(f"{config.optimizer}, {rates}; mesh: {axes}; {config.precision}")
+        say(f"{self.optimizer}; mesh: {axes}; {config.precision}")

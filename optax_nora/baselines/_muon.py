@@ -54,11 +54,7 @@ def scale_by_muon(
         return map_rows(spec, routes_of(tree, weight_dimension_numbers), tree)
 
     inner = optax.contrib.scale_by_muon(
-        beta=beta,
-        eps=eps,
-        mu_dtype=mu_dtype,
-        nesterov=nesterov,
-        weight_dimension_numbers=numbers,
+        beta=beta, eps=eps, mu_dtype=mu_dtype, nesterov=nesterov, weight_dimension_numbers=numbers
     )
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:

@@ -35,32 +35,29 @@ def _as_matrices(fn: Callable[..., Array], rows: Rows, *arrays: Array) -> Array:
     return out.transpose([order.index(axis) for axis in range(len(shape))])
 
 
+def _unit(x: Array) -> Array:
+    norm = jnp.linalg.norm(x)
+    return x / jnp.where(norm > 0, norm, 1)
+
+
 def _msign(x: Array) -> Array:
     """The polar factor U V^T of x = U S V^T."""
     if x.shape[0] > x.shape[1]:
         return _msign(x.T).T
-    norm = jnp.linalg.norm(x)
 
     def quintic(x: Array, coefficients: Array) -> tuple[Array, None]:
         a, b, c = coefficients
         gram = x @ x.T
         return a * x + (b * gram + c * gram @ gram) @ x, None
 
-    return jax.lax.scan(quintic, x / jnp.where(norm > 0, norm, 1), jnp.asarray(QUINTICS, x.dtype))[
-        0
-    ]
+    return jax.lax.scan(quintic, _unit(x), jnp.asarray(QUINTICS, x.dtype))[0]
 
 
 def _top_pair(w: Array) -> tuple[Array, Array, Array]:
     """The largest singular value of w and its vectors, by power iteration from a fixed start."""
-
-    def unit(x: Array) -> Array:
-        norm = jnp.linalg.norm(x)
-        return x / jnp.where(norm > 0, norm, 1)
-
-    start = unit(jax.random.normal(jax.random.key(0), (w.shape[1],), w.dtype))
-    v = jax.lax.fori_loop(0, POWER_STEPS, lambda _, v: unit(w.T @ (w @ v)), start)
-    return jnp.linalg.norm(w @ v), unit(w @ v), v
+    start = _unit(jax.random.normal(jax.random.key(0), (w.shape[1],), w.dtype))
+    v = jax.lax.fori_loop(0, POWER_STEPS, lambda _, v: _unit(w.T @ (w @ v)), start)
+    return jnp.linalg.norm(w @ v), _unit(w @ v), v
 
 
 def _radius(w: Array) -> float:
@@ -71,8 +68,7 @@ def _steepest(m: Array, w: Array) -> Array:
     """R msign(M + lambda Theta), with lambda such that it is orthogonal to Theta."""
     _, u, v = _top_pair(w)
     theta = jnp.outer(u, v)
-    norm = jnp.linalg.norm(m)
-    m = m / jnp.where(norm > 0, norm, 1)
+    norm, m = jnp.linalg.norm(m), _unit(m)
     # The inner product grows with lambda, and changes its sign within twice the nuclear norm.
     bound = 2 * min(m.shape) ** 0.5
 

@@ -199,9 +199,8 @@ def test_a_failed_preparation_leaves_nothing(text_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_documentation_of_python_is_prose_from_many_modules(monkeypatch):
-    monkeypatch.setattr(documentation, "PACKAGES", ("flax", "optax"))  # the others are long
-    documents = documentation.python_documentation()
+def test_the_documentation_of_python_is_prose_from_many_modules():
+    documents = documentation.python_documentation(("flax", "optax"))  # the others are long
     assert {"python.json.decoder", "topics.lambda"} <= documents.keys()
     assert sum(map(len, documents.values())) > 2e6
     paragraphs = [p for text in documents.values() for p in text.split("\n\n")]
