@@ -146,11 +146,39 @@ def test_the_other_sentences(rows, best, apart):
 
 
 def test_what_the_scripts_cost(rows, best, apart):
-    for name in ("muon", "rmnp"):
-        low = yardstick.at_best(rows, name, precision="bfloat16", weight_decay=0.0)
-        assert f"{mean_loss(low) - mean_loss(best[name]):.2f}" == "0.04"
-    copies = yardstick.at_best(rows, "nora", precision="bfloat16_master")
-    assert abs(apart(best["nora"], copies)) < 2
+    def at(name, other, precision="bfloat16"):
+        decay = 0.1 if precision == "mixed" else 0.0
+        fields = {"adam_learning_rate": other, "precision": precision, "weight_decay": decay}
+        return yardstick.at_best(rows, name, **fields)
+
+    def cost(low, high):
+        return f"{mean_loss(high) - mean_loss(low):.2f}"
+
+    copies = "bfloat16_master"
+    assert {cost(best[name], at(name, 0.01)) for name in ("muon", "rmnp")} == {"0.04"}
+    assert abs(apart(best["nora"], at("nora", 0.01, copies))) < 2
+    low, high = (
+        cost(best["muon"], at("muon", 0.001, "mixed")),
+        cost(at("muon", 0.01), at("muon", 0.001)),
+    )
+    assert f"0.001 costs Muon {low} in float32, and {high} in bfloat16" in TEXT
+    nora, muon = at("nora", 0.005, copies), at("muon", 0.001)
+    assert apart(nora, muon) > 2
+    behind, before = cost(nora, muon), cost(best["muon"], best["nora"])
+    assert f"Muon is {behind} behind Nora with those of its own; tuned it is {before}" in TEXT
+
+
+def test_the_lengths_of_muon_are_those_that_were_run(rows):
+    *parts, most = (f"{100 * steps / 3000:.0f}" for steps in yardstick.muon_by_steps(rows))
+    assert f"Muon is run at {', '.join(parts)} and {most} % of the steps" in TEXT
+
+
+def test_blocks_in_few_steps(rows, apart):
+    few = {"batch": 256, "steps": 600}
+    muon, adamw = (only(rows, optimizer=name, **few) for name in ("muon", "adamw"))
+    blocks = [only(rows, optimizer=f"blocks of {b}", **few) for b in (64, 128, 256)]
+    assert all(apart(runs, adamw) > 2 for runs in blocks)
+    assert f"those of 256 are {mean_loss(blocks[-1]) - mean_loss(muon):.2f} behind Muon" in TEXT
 
 
 def test_more_steps_by_hand():
@@ -164,18 +192,18 @@ def test_more_steps_by_hand():
 
     others = [n for n in yardstick.OPTIMIZERS + yardstick.BLOCKS if n != "muon"]
     seeds = [
-        row(5 + (-1) ** seed * 0.02, seed, optimizer=name, weight_decay=0.1 * (name != "nora"))
+        row(5 + (-1) ** seed * 0.001, seed, optimizer=name, weight_decay=0.1 * (name != "nora"))
         for name in others
         for seed in (0, 1)
     ]
-    full = [row(3 + (-1) ** seed * 0.02, seed) for seed in (0, 1)]
+    full = [row(3 + (-1) ** seed * 0.001, seed) for seed in (0, 1)]
     assert yardstick.more_steps(seeds + full, [row(4)]) == "not run"
     rows = seeds + full + [row(4, steps=1500), row(5, steps=750)]
     noise = yardstick.noise(rows)
-    assert noise == pytest.approx(math.sqrt(2) * 0.02)
+    assert noise == pytest.approx(math.sqrt(2) * 0.001)
     assert yardstick.spread([full]) == pytest.approx((noise, noise / math.sqrt(2)))
-    # At 4.5 it is halfway: a variance of its own, and a quarter of each end's.
-    error = 2**1.5 * math.log(2) * noise * math.sqrt(1 + 1 / 4 + 1 / 4)
+    # At 4.5 the parabola weighs the ends by 3/8 and -1/8, the middle by 3/4; two seeds at 3.
+    error = 2**1.5 * math.log(2) * noise * math.sqrt(1 + 9 / 64 + 9 / 16 + 1 / 64 / 2)
     assert yardstick.more_steps(rows, [row(4.5)]) == f"+183 ± {100 * error:.0f} %"
     assert yardstick.more_steps(rows, [row(3)]).startswith("+0 ±")
     assert yardstick.more_steps(rows, [row(2)]).startswith("-50 ±")

@@ -1,10 +1,11 @@
 """What the runs of docs/comparison.md say: the best of each optimizer, noise, steps of Muon."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 from examples.llama import records
 from examples.llama.plot import RATES, by_rates, mean_loss
@@ -89,27 +90,31 @@ def noise(rows: list[dict]) -> float:
     return spread(seeds_of_best(rows, name) for name in OPTIMIZERS + BLOCKS)[0]
 
 
-def steps_of_muon(rows: list[dict]) -> list[tuple[int, float, float]]:
-    """Steps of tuned Muon, most first, with the mean loss that they end at and its variance."""
-    lengths = {row["run"]["steps"] for row in rows if row["run"]["steps"] <= USUAL["steps"]}
-    runs = [(x, at_best(rows, "muon", steps=x)) for x in sorted(lengths, reverse=True)]
-    return [(x, mean_loss(some), noise(rows) ** 2 / len(some)) for x, some in runs if some]
+def muon_by_steps(rows: list[dict]) -> dict[int, list[dict]]:
+    """The runs of tuned Muon at each number of steps."""
+    lengths = sorted({row["run"]["steps"] for row in rows if row["run"]["steps"] <= USUAL["steps"]})
+    runs = {steps: at_best(rows, "muon", steps=steps) for steps in lengths}
+    return {steps: some for steps, some in runs.items() if some}
 
 
 def more_steps(rows: list[dict], runs: list[dict]) -> str:
     """How many more steps than Muon `runs` took to their loss, with its standard error.
 
-    Between two lengths Muon's loss is taken as linear in the logarithm of its steps.
+    The logarithm of Muon's steps is taken as a parabola in the loss that they end at.
     """
-    points, loss = steps_of_muon(rows), mean_loss(runs)
-    most, least = points[0][0], points[-1][0]
-    if most == least:
+    muon = muon_by_steps(rows)
+    lengths = np.array(list(muon))
+    if len(lengths) < 2:
         return "not run"
-    if loss > points[-1][1]:
-        return f"over {100 * (most / least - 1):.0f} %"
-    pairs = itertools.pairwise(points)
-    (x1, loss1, variance1), (x2, loss2, variance2) = next(p for p in pairs if loss <= p[1][1])
-    part, slope = (loss - loss1) / (loss2 - loss1), math.log(x1 / x2) / (loss2 - loss1)
-    ratio = most / x1 * math.exp(slope * (loss - loss1))
-    variance = noise(rows) ** 2 / len(runs) + (1 - part) ** 2 * variance1 + part**2 * variance2
-    return f"{100 * (ratio - 1):+z.0f} ± {100 * ratio * slope * math.sqrt(variance):.0f} %"
+
+    def more(losses: np.ndarray) -> float:
+        fit = np.polyfit(losses[:-1], np.log(lengths), min(2, len(lengths) - 1))
+        return 100 * (USUAL["steps"] / np.exp(np.polyval(fit, losses[-1])) - 1)
+
+    groups = [*muon.values(), runs]
+    losses = np.array([mean_loss(group) for group in groups])
+    if losses[-1] > losses[0]:
+        return f"over {100 * (USUAL['steps'] / lengths[0] - 1):.0f} %"
+    errors = np.diag([noise(rows) / math.sqrt(len(group)) for group in groups])
+    error = math.hypot(*(more(losses + shift) - more(losses) for shift in errors))
+    return f"{more(losses):+z.0f} ± {error:.0f} %"
