@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGES = ("jax", "numpy", "scipy", "flax", "optax")
 
 
-@functools.cache  # it takes half a minute
+@functools.cache  # half a minute, and it is asked for three times
 def python_documentation(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Prose by document name: one document a module or topic, no paragraph twice."""
     seen: set[str] = set()
