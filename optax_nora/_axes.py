@@ -51,11 +51,6 @@ class Rows(NamedTuple):
         local = tuple(jnp.sum(a, axis=self.reduction, keepdims=True) for a in arrays)
         return jax.lax.psum(local, self.reduction_mesh) if self.reduction_mesh else local
 
-    def greatest(self, a: Array) -> Array:
-        """The greatest entry of each row, axes kept."""
-        local = jnp.max(a, axis=self.reduction, keepdims=True)
-        return jax.lax.pmax(local, self.reduction_mesh) if self.reduction_mesh else local
-
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...], mesh_axes: tuple[str, ...]) -> int:
     return math.prod(shape[a] for a in axes) * math.prod(jax.lax.axis_size(m) for m in mesh_axes)

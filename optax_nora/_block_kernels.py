@@ -36,6 +36,10 @@ PROGRAMS = 512  # a few for each multiprocessor
 HALF_SCALE = 1024.0
 
 
+# Rows are times this before they are squared: those of 1e-13 to 1e25 neither over- nor underflow.
+SHRINK = 2.0**-20
+
+
 class Tuning(NamedTuple):
     """How two kernels divide rows: weights at a time, weights in all, tiles under way at once."""
 
@@ -119,7 +123,7 @@ def step(
     """The momentum after one step, and the weight or its update; rows are not projected.
 
     ``coefficients`` is a vector of float32 in the order of `Coefficients`. The look-ahead is of the
-    momentum as it is stored. Rows shorter than 1e-19 or longer than 1e19 are out of range.
+    momentum as it is stored. Rows of it under 1e-13 or over 1e25 stand still.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     view, size = _view(rows, w.shape), block_size(w.shape, rows, block_rows)
@@ -221,9 +225,8 @@ def _finish(
     view = static.view
     before, after = (_by_row(jnp.sum(x, axis=2), static) for x in (squares, lengths))
     # A row shorter than eps takes a shorter step, as with one row.
-    norm = jnp.sqrt(before)
-    scale = jnp.where(norm == 0, 0.0, c.row_scale * norm / jnp.maximum(norm, c.eps))
-    factor = scale * _inverse(after)
+    norm = jnp.sqrt(before) / SHRINK
+    factor = c.row_scale * jnp.where(norm < c.eps, norm / c.eps, 1.0) * _inverse(after)
     factor = factor[:, :, None] if view.last else factor[:, None, :]
     wide = w.astype(jnp.float32)
     unit = jnp.where(factor == 0, 0, mixed.astype(jnp.float32) * factor)
@@ -296,6 +299,10 @@ def _dot_pairs(a: Sequence[Array], b: Sequence[Array], axis_a: int = 1, axis_b: 
     return small + _dot(a[0], b[0], axis_a, axis_b)
 
 
+def _look_ahead(c: Coefficients, g: Array, mu: Array, static: _Static) -> Array:
+    return SHRINK * _multiply_add(c.ahead, mu, c.one_minus_ahead * g, static)
+
+
 def _gram_kernel(
     coefficients: Ref, g: Ref, mu: Ref, mu_out: Ref, grams: Ref, squares: Ref, *, static: _Static
 ) -> None:
@@ -309,7 +316,7 @@ def _gram_kernel(
         new = _multiply_add(c.beta, _load(mu, at, mask), c.one_minus_beta * scaled, static)
         new = new.astype(mu_out.dtype)
         triton.store(mu_out.at[at], new, mask=mask)
-        h = _multiply_add(c.ahead, new.astype(jnp.float32), c.one_minus_ahead * scaled, static)
+        h = _look_ahead(c, scaled, new.astype(jnp.float32), static)
         pair = _pair(h, jnp.bfloat16, static.interpret)
         return gram + _dot_pairs(pair, pair, along, along), square + jnp.sum(h * h, axis=along)
 
@@ -333,12 +340,13 @@ def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _S
 
     zeros = jnp.zeros((tile, tile)), jnp.zeros(tile)
     gram, square = jax.lax.fori_loop(0, parts, total, zeros)
-    inverse = _inverse(square)
+    inverse = _inverse(square)  # 0 of rows too short or too long, which are no part of the block
     lines, columns = (jax.lax.broadcasted_iota(jnp.int32, (tile, tile), k) for k in range(2))
     diagonal = lines == columns
-    gram = gram * inverse[:, None] * inverse[None, :]
+    there = (inverse != 0)[:, None] & (inverse != 0)[None, :]
     # The diagonal is known better than its products, which leave out the smallest.
-    gram = jnp.where(diagonal, jnp.where(square == 0, 0.0, 1.0)[:, None], gram)
+    gram = jnp.where(diagonal, 1.0, gram * inverse[:, None] * inverse[None, :])
+    gram = jnp.where(there, gram, 0.0)
     pair = functools.partial(_pair, dtype=jnp.float16, interpret=static.interpret)
     # No more than 1 before it is squared, for float16.
     bound = jnp.sqrt(jnp.sum(gram * gram))
@@ -400,9 +408,7 @@ def _apply_kernel(
 
     def turn(k: Array, square: Array) -> Array:
         at, mask = _tile(ids, k, static)
-        # The look-ahead is made again, from the momentum after the step.
-        ahead = c.one_minus_ahead * (c.grad_scale * _load(g, at, mask))
-        h = pair(_multiply_add(c.ahead, _load(mu, at, mask), ahead, static))
+        h = pair(_look_ahead(c, c.grad_scale * _load(g, at, mask), _load(mu, at, mask), static))
         found = _dot_pairs(root, h) if static.view.last else _dot_pairs(h, root, 1, 1)
         half = (HALF_SCALE * found).astype(jnp.float16)
         triton.store(mixed.at[at], half, mask=mask)

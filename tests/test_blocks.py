@@ -223,7 +223,7 @@ def mixed(u, rows, block_rows):
 
 
 def assert_in_interval(x, y):
-    """Of a block before and after: what docs/numerics.md says of its singular values."""
+    """Of a block before and after: what docs/blocks.md says of its singular values."""
     left, values, right = np.linalg.svd(x, full_matrices=False)
     for share, least in [(0.1, 0.97), (0.01, 0.9), (0.001, 0.2)]:
         top = np.count_nonzero((values >= share * values[0]) & (values > 0))
