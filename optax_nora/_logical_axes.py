@@ -112,6 +112,9 @@ def from_logical_axes(
       A rule. A leaf takes the default routing where its own name is that of a vector, an embedding
       or an output head, and where an axis has no name, one that is not known, or one of the mesh.
 
+    Raises:
+      TypeError: if names of axes are given as one string.
+
     Examples:
       >>> import flax.linen as nn, jax, optax_nora
       >>> init = nn.with_partitioning(nn.initializers.lecun_normal(), ('embed', 'heads', 'kv'))

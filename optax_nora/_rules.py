@@ -345,6 +345,9 @@ def in_shard_map(partition_specs: PyTree, rule: MuonDimensionNumbers | Rule | No
       A rule. Row sums are then summed over the mesh axes that split a reduction axis, one number a
       row each, and the row scale is that of the whole matrix.
 
+    Raises:
+      ValueError: if a spec is no PartitionSpec; at ``init`` if a leaf has none.
+
     Examples:
       >>> from jax.sharding import PartitionSpec as P
       >>> import optax_nora
