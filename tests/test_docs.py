@@ -54,7 +54,7 @@ def test_readme_and_home_are_among_the_pages():
 
 
 def test_all_other_pages_run_whole():
-    assert {page.name for page in PAGES if "not run" in page.read_text()} == {"frameworks.md"}
+    assert {page.name for page in PAGES if NOT_RUN in page.read_text()} == {"frameworks.md"}
 
 
 def test_pictures_of_axes_are_of_the_arrays_on_the_page():
