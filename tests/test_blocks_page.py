@@ -6,7 +6,7 @@ import pytest
 
 from docs.figures import blocks
 from docs.figures.yardstick import DOCS
-from examples.llama.plot import markdown
+from examples.llama.plot import best_runs, markdown
 from examples.llama.sweep import identity_of, read_grid
 
 PAGE = (DOCS / "blocks.md").read_text()
@@ -18,12 +18,12 @@ def test_the_table_is_that_of_the_rows():
 
 def test_the_sentences_are():
     (nora,), (adamw,), (muon,) = (
-        blocks.best(blocks.load("60m"), name) for name in ("Nora, one row", "AdamW", "Muon")
+        best_runs(blocks.load("60m"), name) for name in ("Nora, one row", "AdamW", "Muon")
     )
     found = {
         b: sum(r["held_out_loss"] for r in runs) / len(runs)
         for b in (128, 256)
-        for runs in [blocks.best(blocks.load("60m"), f"blocks of {b}")]
+        for runs in [best_runs(blocks.load("60m"), f"blocks of {b}")]
     }
     loss = {
         name: row["held_out_loss"] for name, row in zip("nam", (nora, adamw, muon), strict=True)

@@ -1,7 +1,6 @@
 """Table and pictures of docs/blocks.md, of its results: `python -m docs.figures.blocks --write`."""
 
 import argparse
-import statistics
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +11,7 @@ from matplotlib.patches import Rectangle
 from docs.figures.comparison import write_tables
 from docs.figures.yardstick import DOCS
 from examples.llama import records
-from examples.llama.plot import markdown
+from examples.llama.plot import best_runs, markdown, mean_loss
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "blocks", "font.size": 9})
 RESULTS = DOCS / "results" / "blocks"
@@ -22,7 +21,9 @@ HEAD = ("optimizer", "learning rate", "held-out loss", "other rates", "ms a step
 
 
 def load(size: str) -> list[dict]:
-    return records.read(RESULTS / f"{size}.jsonl")
+    """The rows of a model, each with its loss and its name."""
+    rows = records.read(RESULTS / f"{size}.jsonl")
+    return [row | {"name": name(row), "loss": row["held_out_loss"]} for row in rows]
 
 
 def name(row: dict) -> str:
@@ -41,26 +42,18 @@ def milliseconds(rows: list[dict]) -> float | None:
     return min((1e3 * row["seconds"] / row["run"]["steps"] for row in own), default=None)
 
 
-def best(rows: list[dict], label: str) -> list[dict]:
-    """The runs at the rate whose mean loss over seeds is lowest."""
-    own = [row for row in rows if name(row) == label]
-    rates = {row["run"]["learning_rate"] for row in own}
-    groups = [[r for r in own if r["run"]["learning_rate"] == rate] for rate in rates]
-    return min(groups, key=lambda group: statistics.mean(r["held_out_loss"] for r in group))
-
-
 def table(size: str) -> list[tuple[str, ...]]:
     rows = load(size)
-    labels = list(dict.fromkeys(map(name, rows)))
-    base = milliseconds([row for row in rows if name(row) == "AdamW"])
+    labels = list(dict.fromkeys(row["name"] for row in rows))
+    base = milliseconds([row for row in rows if row["name"] == "AdamW"])
     lines = []
     for label in labels:
-        runs = best(rows, label)
+        runs = best_runs(rows, label)
         rate = runs[0]["run"]["learning_rate"]
         others = sorted(
             (row["run"]["learning_rate"], row["held_out_loss"])
             for row in rows
-            if name(row) == label and row["run"]["learning_rate"] != rate
+            if row["name"] == label and row["run"]["learning_rate"] != rate
         )
         took = milliseconds(runs)
         lines.append(
@@ -105,11 +98,11 @@ def draw_curve(path: Path) -> None:
     against_rows, against_time = figure.subplots(1, 2, sharey=True)
     width = rows[0]["run"]["model.width"]
     points = {}
-    for label in dict.fromkeys(map(name, rows)):
-        runs = best(rows, label)
+    for label in dict.fromkeys(row["name"] for row in rows):
+        runs = best_runs(rows, label)
         points[label] = (
             min(runs[0]["run"]["block_rows"], width),
-            statistics.mean(row["held_out_loss"] for row in runs),
+            mean_loss(runs),
             milliseconds(runs),
         )
     base = points["AdamW"][2]
