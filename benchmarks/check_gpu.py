@@ -239,7 +239,7 @@ def check_blocks(case: BlockCase) -> dict[str, Any]:
         "same_bits": all(np.array_equal(a, b) for a, b in zip(*runs, strict=True)),
         "in_place": pointers(runs[1]) == before or jax.default_backend() != "gpu",
     }
-    # 2e-2: tests/test_block_kernels.py. A momentum of bfloat16 is made orthonormal as it is stored:
+    # 2e-2: tests/tolerance.py. A momentum of bfloat16 is made orthonormal as it is stored:
     # half its eps, for each condition.
     stored = float(jnp.finfo(case.dtypes[1]).eps)
     row["ok"] = (

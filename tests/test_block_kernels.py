@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from tolerance import BLOCK_KERNELS
 
 from optax_nora import _block_kernels
 from optax_nora._axes import Rows
@@ -29,9 +30,6 @@ PLAIN = NUMBERS._replace(
     grad_scale=1, beta=0, one_minus_beta=1, ahead=1, one_minus_ahead=0, row_scale=1, weight_decay=0
 )._replace(learning_rate=-1)  # the update is the direction
 SMALL = _block_kernels.Tuning((64, 128, 1), (64, 128, 1))  # so that there are parts
-# Of a row of the direction. The last three quintics multiply by factors rounded to float16, whose
-# entries of up to 4 are off by 2**-11, and whose least eigenvalue is 1/3. The rest is far less.
-OFF = 3 * 4 * 2.0**-11 / (1 / 3)
 FIRST, LAST = Rows((0,), (1,)), Rows((1,), (0,))
 
 
@@ -98,7 +96,7 @@ def test_every_layout_and_dtype(case, dtypes, write_weights, seed):
     update = -c.learning_rate * (c.row_scale * d + c.weight_decay * wide)
     got = np.float32(out) - wide if write_weights else np.float32(out)
     rounding = 2 * eps_w * (np.abs(update) + write_weights * np.abs(wide))
-    assert np.all(np.abs(got - update) <= rounding + c.learning_rate * c.row_scale * OFF)
+    assert np.all(np.abs(got - update) <= rounding + c.learning_rate * c.row_scale * BLOCK_KERNELS)
 
 
 def hard(name, n=200, b=32):
@@ -177,7 +175,7 @@ def test_rows_of_any_length():
 
     lengths = 2.0 ** np.linspace(-43, 72, 64).round()[:, None]  # 1e-12 to 7e22
     # Entries of the shortest lose bits, where products of their halves underflow.
-    assert np.max(np.linalg.norm(direction(u * lengths) - direction(u), axis=1)) <= OFF
+    assert np.max(np.linalg.norm(direction(u * lengths) - direction(u), axis=1)) <= BLOCK_KERNELS
     without = direction(u.at[3].set(0.0))
     assert not np.any(without[3])
     for size in (1e-22, 1e30):  # as if it were not there

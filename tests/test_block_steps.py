@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
-from tolerance import of_steps
+from tolerance import BLOCK_KERNELS, of_steps
 
 import optax_nora
 
@@ -17,9 +17,8 @@ P = PartitionSpec
 every_backend = pytest.mark.parametrize("backend", ["xla", "pallas"])
 RULE = optax_nora.by_path({"last": MuonDimensionNumbers(1, 0), "layers": optax_nora.stacked()})
 SHAPES = {"kernel": (48, 40), "last": (40, 64), "layers": {"kernel": (3, 40, 32)}, "bias": (7,)}
-# Kernels round to half precision: rows of a direction are off by this, as test_block_kernels.py has
-# it, and the next momentum is not touched by that.
-KERNEL = {"xla": 0.0, "pallas": 3 * 4 * 2.0**-11 / (1 / 3)}
+# What kernels round leaves the next momentum as it is.
+KERNEL = {"xla": 0.0, "pallas": BLOCK_KERNELS}
 
 
 def tree(seed, shapes=SHAPES):

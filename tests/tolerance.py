@@ -5,6 +5,10 @@ import numpy as np
 EPS = float(np.finfo(np.float32).eps)
 # Five Newton-Schulz iterations, of slope 3.4445 at 0, stretch an error by about this at most.
 NEWTON_SCHULZ = 3.4445**5
+# Of a row of the direction by kernels for blocks. The last three quintics multiply by factors
+# rounded to float16, whose entries of up to 4 are off by 2**-11, and whose least eigenvalue is 1/3.
+# The rest is far less.
+BLOCK_KERNELS = 3 * 4 * 2.0**-11 / (1 / 3)
 
 
 def tolerance(terms: int = 1, *, size: float = 1.0, condition: float = 1.0, eps: float = EPS):
