@@ -123,8 +123,9 @@ def row_orthonormalize(
 ) -> optax.GradientTransformation:
     r"""Make each block of consecutive rows orthonormal, and each row of length 1.
 
-    A block is a matrix :math:`A` of b rows; what it becomes is its polar factor, nearly (its
-    singular values end within 6 % of 1), with each row made a unit vector before and after,
+    A block is a matrix :math:`A` of b rows; what it becomes is its polar factor, nearly (singular
+    values of at least a tenth of the greatest end within 6 % of 1), with each row made a unit
+    vector before and after,
 
     .. math::
       d = \mathrm{normalize}((A A^\top)^{-1/2} A)

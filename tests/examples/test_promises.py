@@ -38,8 +38,9 @@ def command(corpus, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16_master", "bfloat16"])
 def test_train_runs_to_its_last_line_in_every_precision(command, tmp_path, precision, layers):
     lines = command(f"--name run --precision {precision} {layers}").splitlines()
-    assert any(line.lstrip(" |").startswith("The") for line in lines)  # the sample
-    assert any(f"{tmp_path}/run/" in line for line in lines)
+    assert any(line.startswith("  | The ") for line in lines)  # the sample
+    assert lines[-2].startswith(f"written: {tmp_path}/run/")
+    assert lines[-1].endswith("in all")
     made = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"metrics.jsonl", "loss.png", "config.json", "checkpoints"} <= made
 
