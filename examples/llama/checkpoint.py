@@ -29,7 +29,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, identity: dict, timeout: float = 60):
         self.folder, self.identity, self.failed = folder, identity, False
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax meets, we say
+        for library in ("absl", "asyncio"):
+            logging.getLogger(library).setLevel(logging.CRITICAL)  # what orbax meets, we say
         sys.unraisablehook = _without_echo
         for path in folder.glob("[0-9]*"):
             with suppress(OSError):

@@ -256,7 +256,7 @@ def limit(step):
     while step == 5 and not pathlib.Path("{tmp_path}/run/checkpoints/4").exists():
         time.sleep(0.1)
     if step == 5:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))
 terminal.run_main(lambda arguments: train.train(cli.parse(arguments), limit))
 """
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
