@@ -28,7 +28,7 @@ FAST_FLOAT64 = ("8.0", "9.0", "10.0")
 def check_backend(backend: str) -> None:
     """Raise for a backend that is unknown, or that this jax does not have."""
     check_choice("backend", backend, BACKENDS)
-    if backend == "pallas" and _kernels() is None:
+    if backend == "pallas" and _triton() is None and jax.default_backend() != "tpu":
         raise ValueError(
             f"backend='pallas' needs the Triton backend of Pallas, and jax {jax.__version__} has "
             "none; take 'xla', or 'auto', which takes kernels where there are some"
@@ -36,7 +36,7 @@ def check_backend(backend: str) -> None:
 
 
 @functools.cache
-def _kernels() -> Any:
+def _triton() -> Any:
     """The module of the kernels, None where jax has no such backend. pallas is slow to import."""
     try:
         return importlib.import_module("optax_nora._kernels")
@@ -55,7 +55,7 @@ def matrix_step(
 ) -> Callable[[Coefficients, Array, Array, Array], tuple[Array, Array]]:
     """``step(coefficients, g, mu, w)``, to the momentum and the weight or its update."""
     kernels = backend == "pallas" or (backend == "auto" and _kernels_win())
-    if not (kernels and _has_kernel(rows, direction, g, mu, w)):
+    if not (kernels and _have_kernel(backend, rows, direction, g, mu, w)):
         return functools.partial(_JITTED, rows, direction, write_weights=write_weights)
     kernel = _by_kernel(rows, direction, backend, write_weights)
 
@@ -69,32 +69,43 @@ def matrix_step(
 _OLD = jax.__version_info__ < (0, 9)
 
 
-def _has_kernel(rows: Rows, direction: Direction, g: Array, mu: Array, w: Array) -> bool:
+def _have_kernel(
+    backend: str, rows: Rows, direction: Direction, g: Array, mu: Array, w: Array
+) -> bool:
     arrays = [jax.typeof(x) for x in (g, mu, w)]
-    shape = arrays[0].shape
     return (
         not rows.reduction_mesh
-        and all(x.dtype in DTYPES and x.shape == shape for x in arrays)
+        and all(x.dtype in DTYPES and x.shape == arrays[0].shape for x in arrays)
         and _alike(*arrays)
-        and _kernel_of(rows, direction, shape) is not None
+        and bool(_kernels(backend, rows, direction, *arrays))
         and not (_OLD and isinstance(direction, Blocks) and jax.device_count() > 1)
     )
 
 
-def _kernel_of(rows: Rows, direction: Direction, shape: tuple[int, ...]) -> Any:
-    """The kernel of a direction, None where such rows have none."""
-    if direction is project_and_normalize and _kernels().fits(rows, shape):
-        return functools.partial(_kernels().step, rows=rows)
-    if isinstance(direction, Blocks) and not direction.project:
+def _kernels(
+    backend: str, rows: Rows, direction: Direction, *arrays: Any
+) -> dict[str, Callable[..., Any]]:
+    """The kernels of a direction by platform; none where there is none for such rows."""
+    found: dict[str, Callable[..., Any]] = {}
+    shape = arrays[-1].shape
+    if direction is project_and_normalize and _triton() and _triton().fits(rows, shape):
+        found["cuda"] = functools.partial(_triton().step, rows=rows)
+    if isinstance(direction, Blocks) and not direction.project and _triton():
         blocks = importlib.import_module("optax_nora._block_kernels")
         if blocks.fits(rows, shape, direction.block_rows):
-            return functools.partial(blocks.step, rows=rows, block_rows=direction.block_rows)
-    return None
+            step = functools.partial(blocks.step, rows=rows, block_rows=direction.block_rows)
+            found["cuda"] = step
+    if backend == "auto":
+        return found  # the others were compiled for TPUs, and not yet timed on one
+    tpu = importlib.import_module("optax_nora._tpu_kernels")
+    if tpu.fits(rows, shape, direction) and all(x.dtype != "float16" for x in arrays):
+        found["tpu"] = functools.partial(tpu.step, rows=rows, direction=direction)
+    return found
 
 
 def _kernels_win() -> bool:
     device = jax.devices()[0]
-    return getattr(device, "compute_capability", None) in FAST_FLOAT64 and _kernels() is not None
+    return getattr(device, "compute_capability", None) in FAST_FLOAT64 and _triton() is not None
 
 
 def _alike(*arrays: Any) -> bool:
@@ -123,10 +134,6 @@ def _by_kernel(
     hold parts of rows or of blocks, it is XLA's.
     """
 
-    def kernel(*operands: Array, interpret: bool = False) -> tuple[Array, Array]:
-        step = _kernel_of(rows, direction, operands[-1].shape)
-        return step(*operands, write_weights=write_weights, interpret=interpret)
-
     def xla(local: Rows) -> Callable[..., tuple[Array, Array]]:
         def step(coefficients: Array, *arrays: Array) -> tuple[Array, Array]:
             c = Coefficients(*coefficients)
@@ -138,10 +145,14 @@ def _by_kernel(
         def step(*operands: Array) -> tuple[Array, Array]:
             if not _whole(local, direction, operands[-1].shape):
                 return xla(local)(*operands)
+            kernels = {
+                platform: functools.partial(kernel, write_weights=write_weights)
+                for platform, kernel in _kernels(backend, rows, direction, *operands[1:]).items()
+            }
             # Pallas' interpreter has no values that vary over the mesh axes of a shard_map.
-            interpret = backend == "pallas" and not _varies(operands[-1])
-            default = functools.partial(kernel, interpret=True) if interpret else xla(local)
-            return jax.lax.platform_dependent(*operands, cuda=kernel, default=default)
+            if backend == "pallas" and kernels and not _varies(operands[-1]):
+                kernels["cpu"] = functools.partial(next(iter(kernels.values())), interpret=True)
+            return jax.lax.platform_dependent(*operands, **kernels, default=xla(local))
 
         return step
 

@@ -21,7 +21,8 @@ from jax.experimental.pallas import triton
 from optax_nora import _kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import QUINTICS, SHIFT, block_size
-from optax_nora._kernels import MOST_BATCHES, _fold, _like, _read, launch
+from optax_nora._kernels import MOST_BATCHES, _fold, _read, launch
+from optax_nora._partition import shaped_like
 from optax_nora._step import Coefficients
 
 Array = jax.Array
@@ -168,9 +169,9 @@ def _gram(
         (blocks, static.parts, view.batch),
         (coefficients, g, mu),
         [
-            _like(mu, mu.shape, mu.dtype),
-            _like(mu, (*lead, tile, tile), jnp.float32),
-            _like(mu, (*lead, tile), jnp.float32),
+            shaped_like(mu, mu.shape, mu.dtype),
+            shaped_like(mu, (*lead, tile, tile), jnp.float32),
+            shaped_like(mu, (*lead, tile), jnp.float32),
         ],
         stages,
         {2: 0},
@@ -190,7 +191,7 @@ def _roots(grams: Array, squares: Array, static: _Static) -> Array:
             grams.reshape(batch * blocks, parts, b, b),
             squares.reshape(batch * blocks, parts, b),
         ),
-        [_like(grams, (batch * blocks, b, b), jnp.float32)],
+        [shaped_like(grams, (batch * blocks, b, b), jnp.float32)],
         1,
         {},
     )
@@ -210,8 +211,8 @@ def _apply(
         (blocks, static.parts, view.batch),
         (coefficients, root, g, mu),
         [
-            _like(mu, mu.shape, jnp.float16),
-            _like(mu, (view.batch, blocks, static.parts, static.tile), jnp.float32),
+            shaped_like(mu, mu.shape, jnp.float16),
+            shaped_like(mu, (view.batch, blocks, static.parts, static.tile), jnp.float32),
         ],
         stages,
         {},

@@ -58,52 +58,49 @@ def block_size(shape: tuple[int, ...], rows: Rows, block_rows: int) -> int:
     return size
 
 
-def orthonormalize(rows: Rows, u: Array, block_rows: int, eps: Any) -> Array:
-    """Each block of ``block_rows`` consecutive rows orthonormal, then each row of length 1.
+def mix(u: Array, rows: Rows, block_rows: int) -> Array:
+    """The polar factor of each block of unit rows; rows of 0 stay 0.
 
-    Args:
-      rows: of u. Blocks are counted in the order of the output axes, over all devices.
-      u: float32 at the least. Complex rows are real ones of twice the length.
-      block_rows: rows in a block: the last one of a matrix may have fewer, and none has more than
-        ``fan_in``. With 1 this is `normalize`, bit for bit.
-      eps: a row shorter than this ends shorter than 1 in proportion. A row of 0 stays 0.
-
-    Returns:
-      An array like ``u``: the polar factors of blocks of rows made equally long first, as the
-      length of a row's gradient says nothing in Nora. Then no row is lost beside longer ones.
+    A block's singular values of at least 1/10 of its greatest end in 0.97 to 1.06, those of 1/100
+    in 0.9 to 1.06, those of 1/1000 in 0.2 to 1.06, and none above 1.06: with b rows, a ratio r
+    becomes ``r / (r^2 + b^(1/4) SHIFT)^(1/2)`` or more, but for 0.03 and rounding.
     """
-    if block_size(u.shape, rows, block_rows) <= 1:
-        return normalize(rows, u, eps)
-    square, power = squares(rows, u)
-    mixed = mix(divide_by_norm(u, square, 0, power), rows, block_rows)
-    return normalize(rows, mixed, 0) * _shortfall(square, power, eps)
-
-
-def project_and_orthonormalize(
-    rows: Rows, h: Array, w: Array, block_rows: int, eps: Any, project: bool = True
-) -> Array:
-    """`orthonormalize`, and with ``project`` rows across their weights before and after it.
-
-    A row of h that is noise across its weight is 0, and no part of its block. Rows end exactly
-    across their weights at length exactly 1; blocks end a little less than orthonormal.
-    """
-    if not project:
-        return orthonormalize(rows, h, block_rows, eps)
-    if block_size(h.shape, rows, block_rows) <= 1:
-        return project_and_normalize(rows, h, w, eps)
-    u, square, power = project_twice(rows, h, w)
-    mixed = mix(divide_by_norm(u, square, 0, power), rows, block_rows)
-    return project_and_normalize(rows, mixed, w, 0) * _shortfall(square, power, eps)
+    return _mixer(rows, block_rows)(u)
 
 
 class Blocks(NamedTuple):
-    """The direction of a step with blocks: a hashable value, as one function for all leaves."""
+    """The direction of a step with blocks: each made orthonormal, then each row of length 1.
+
+    A hashable value, as one function for all leaves.
+
+    Attributes:
+      block_rows: rows in a block, counted in the order of the output axes, over all devices: the
+        last one of a matrix may have fewer, and none has more than ``fan_in``. With 1 rows are
+        normalised, bit for bit.
+      project: rows go across their weights before and after. Then they end exactly across them at
+        length exactly 1, and blocks a little less than orthonormal.
+      mix: `mix`, or what does the same where it cannot run.
+    """
 
     block_rows: int
     project: bool
+    mix: Callable[[Array, Rows, int], Array] = mix
 
     def __call__(self, rows: Rows, h: Array, w: Array, eps: Any) -> Array:
-        return project_and_orthonormalize(rows, h, w, self.block_rows, eps, self.project)
+        """Of rows h at the weights w, float32 at the least; complex ones count as twice as many.
+
+        Blocks are made of rows at length 1, as the length of a row's gradient says nothing in Nora:
+        then no row is lost beside longer ones. A row shorter than eps ends shorter than 1 in
+        proportion; a row of 0, or noise across its weight, ends as 0 and is no part of its block.
+        """
+        if block_size(h.shape, rows, self.block_rows) <= 1:
+            return self._unit(rows, h, w, eps)
+        u, square, power = project_twice(rows, h, w) if self.project else (h, *squares(rows, h))
+        mixed = self.mix(divide_by_norm(u, square, 0, power), rows, self.block_rows)
+        return self._unit(rows, mixed, w, 0) * _shortfall(square, power, eps)
+
+    def _unit(self, rows: Rows, h: Array, w: Array, eps: Any) -> Array:
+        return project_and_normalize(rows, h, w, eps) if self.project else normalize(rows, h, eps)
 
 
 def direction_of(block_rows: int | None, project: bool) -> Direction:
@@ -133,16 +130,6 @@ def _shortfall(square: Array, power: Array, eps: Any) -> Array:
     """The length that `divide_by_norm` gives a row: 1, or less for a row shorter than eps."""
     norm = jnp.sqrt(jnp.where(square == 0, 1, square))
     return jnp.where(square == 0, 1, norm / jnp.maximum(norm, power * eps))
-
-
-def mix(u: Array, rows: Rows, block_rows: int) -> Array:
-    """The polar factor of each block of unit rows; rows of 0 stay 0.
-
-    A block's singular values of at least 1/10 of its greatest end in 0.97 to 1.06, those of 1/100
-    in 0.9 to 1.06, those of 1/1000 in 0.2 to 1.06, and none above 1.06: with b rows, a ratio r
-    becomes ``r / (r^2 + b^(1/4) SHIFT)^(1/2)`` or more, but for 0.03 and rounding.
-    """
-    return _mixer(rows, block_rows)(u)
 
 
 @functools.cache
@@ -244,8 +231,14 @@ def _einsum(*args: Any) -> Array:
     return jnp.einsum(*args, precision=PRECISION)
 
 
-def inverse_root(gram: Array) -> Array:
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, axis=(-2, -1), keepdims=True)
+
+
+def inverse_root(gram: Array, total: Callable[[Array], Array] = _sum) -> Array:
     """The inverse square roots of matrices ``(..., b, b)`` without negative eigenvalues, about.
+
+    A matrix may be made of several along its diagonal: then ``total`` sums within each.
 
     An eigenvalue t comes out as ``t^(-1/2)`` where it is more than SHIFT of the greatest, and as a
     finite number if not: no more than ``(SHIFT (sum of t^4)^(1/4))^(-1/2)``.
@@ -254,7 +247,7 @@ def inverse_root(gram: Array) -> Array:
     one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     square = times(gram, gram)
     # The fourth moment of the eigenvalues bounds the greatest, closer than a trace would.
-    fourth = jnp.sum(square**2, axis=(-2, -1), keepdims=True)
+    fourth = total(square**2)
     greatest = jnp.where(fourth > 0, jnp.where(fourth > 0, fourth, 1) ** 0.25, 1) * (1 + SHIFT)
     shifted = gram / greatest + SHIFT * one
     square = square / greatest**2 + (2 * SHIFT) * shifted - SHIFT**2 * one

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 
 from optax_nora._axes import Rows
 from optax_nora._checks import LARGEST
+from optax_nora._partition import shaped_like
 from optax_nora._rows import NOISE
 from optax_nora._step import Coefficients
 
@@ -115,7 +116,7 @@ def _first(
         (pl.cdiv(rows, SUMS_TILE[1]), parts, batch),
         (coefficients, g, mu, w),
         0,
-        out_shape=[_like(w, (batch, parts, 6, rows), jnp.float32)],
+        out_shape=[shaped_like(w, (batch, parts, 6, rows), jnp.float32)],
     )
     with jax.enable_x64(True):
         high, low = _double(found[:, :, 0::2]), _double(found[:, :, 1::2])
@@ -149,7 +150,7 @@ def _call(
     """
     first = len(inputs) - 2
     if out_shape is None:
-        out_shape = [_like(x, x.shape, x.dtype) for x in inputs[first:]]
+        out_shape = [shaped_like(x, x.shape, x.dtype) for x in inputs[first:]]
     aliases = {first + k: k for k in range(in_place)}
     return launch(kernel, static, grid, inputs, out_shape, 1, aliases, warps)
 
@@ -176,13 +177,6 @@ def launch(
         interpret=static.interpret,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     )(*inputs)
-
-
-def _like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Inside `jax.shard_map` a result varies over the mesh axes that its operands do."""
-    of = jax.typeof(x)
-    name = "vma" if hasattr(of, "vma") else "manual_axis_type"  # the latter from jax 0.11 on
-    return jax.ShapeDtypeStruct(shape, dtype, **{name: getattr(of, name)})
 
 
 def _row_kernel(

@@ -141,9 +141,9 @@ def nora(
       adam_eps: AdamW's epsilon, added to the root of the second moment.
       adam_weight_decay: decoupled weight decay of AdamW, a number or a schedule.
       backend: ``"auto"``, kernels where they are faster: on NVIDIA's A100, H100, H200 and B200;
-        ``"pallas"``, kernels everywhere, interpreted where there is no GPU; ``"xla"``, none.
+        ``"pallas"``, kernels everywhere, on TPUs too, and interpreted on a CPU; ``"xla"``, none.
         Kernels are for float32, bfloat16 and float16 leaves whose reduction axes are neighbours;
-        XLA steps all others.
+        XLA steps all others. Those for TPUs want more: see docs/benchmarks.md.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that also has `StepTransformation.step`. Arithmetic

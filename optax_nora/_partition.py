@@ -1,5 +1,6 @@
 """A function of what one device holds of a leaf, run on whole arrays and any mesh."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,11 @@ def by_parts(
         # What custom_partitioning leaves in a program keeps it out of jax's compilation cache.
         if AxisType.Manual not in kinds.values() and jax.device_count() > 1:
             # Numbers of axes, not the arrays: what stays in a program must hold no tracer.
-            function = _partitioned(part, rows, tuple(x.ndim for x in operands), like, whole)
+            divided = _partitioned(part, rows, tuple(x.ndim for x in operands), like, whole)
+            # libtpu has no custom_partitioning (jax issue 38196): there XLA divides jnp as it can.
+            function = functools.partial(
+                jax.lax.platform_dependent, default=divided, tpu=plain(rows)
+            )
         return _with_rules(function, plain(rows))(*operands)
 
     return jax.jit(step)
@@ -132,3 +137,10 @@ def _with_rules(function: Function, plain: Function) -> Function:
     wrapped = jax.custom_jvp(mappable)
     wrapped.defjvp(lambda operands, tangents: jax.jvp(plain, operands, tangents))
     return wrapped
+
+
+def shaped_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Inside `jax.shard_map` a result varies over the mesh axes that its operands do."""
+    of = jax.typeof(x)
+    name = "vma" if hasattr(of, "vma") else "manual_axis_type"  # the latter from jax 0.11 on
+    return jax.ShapeDtypeStruct(shape, dtype, **{name: getattr(of, name)})

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_nora._axes import Rows
-from optax_nora._blocks import check_block_rows, orthonormalize
+from optax_nora._blocks import Blocks, check_block_rows
 from optax_nora._checks import check_range, require_params
 from optax_nora._leaves import PyTree, check_paired
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
@@ -161,10 +161,9 @@ def row_orthonormalize(
     """
     check_block_rows(block_rows)
     check_range("eps", eps)
+    direction = Blocks(int(block_rows), project=False)
     return _stateless(
-        lambda rows, h, _: orthonormalize(rows, h, block_rows, eps),
-        weight_dimension_numbers,
-        needs_params=False,
+        lambda rows, h, w: direction(rows, h, w, eps), weight_dimension_numbers, needs_params=False
     )
 
 

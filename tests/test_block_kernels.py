@@ -12,7 +12,7 @@ from tolerance import BLOCK_KERNELS
 
 from optax_nora import _block_kernels
 from optax_nora._axes import Rows
-from optax_nora._blocks import orthonormalize
+from optax_nora._blocks import Blocks
 from optax_nora._step import Coefficients
 
 NUMBERS = Coefficients(
@@ -91,7 +91,7 @@ def test_every_layout_and_dtype(case, dtypes, write_weights, seed):
     if shape == SQUARE:  # its condition may be anything, and multiplies what products round
         lines = h.T / np.linalg.norm(h.T, axis=1, keepdims=True)
         hypothesis.assume(all(np.linalg.cond(lines[k : k + 27]) < 30 for k in (0, 27)))
-    d = np.float32(orthonormalize(rows, jnp.asarray(h), block_rows, c.eps))
+    d = np.float32(Blocks(block_rows, False)(rows, jnp.asarray(h), w, c.eps))
     wide = np.float32(w)
     update = -c.learning_rate * (c.row_scale * d + c.weight_decay * wide)
     got = np.float32(out) - wide if write_weights else np.float32(out)
@@ -139,7 +139,7 @@ def test_hard_blocks(name, first, dtype):
     rows = FIRST if first else LAST
     zero = jnp.zeros_like(g, jnp.float32)
     _, d = run(g, zero, zero, rows, 32, PLAIN._replace(eps=0.0))
-    want = np.float64(orthonormalize(rows, jnp.float32(g), 32, 0.0))
+    want = np.float64(Blocks(32, False)(rows, jnp.float32(g), zero, 0.0))
     d, want = (np.float64(x.T if first else x) for x in (d, want))
     lengths, norms = (np.linalg.norm(x, axis=1) for x in (d, want))
     np.testing.assert_allclose(lengths, norms.round(), rtol=1e-6)

@@ -19,11 +19,10 @@ from optax_nora._axes import Rows, mesh_axes
 from optax_nora._blocks import (
     QUINTICS,
     SHIFT,
+    Blocks,
     block_size,
     inverse_root,
     mix,
-    orthonormalize,
-    project_and_orthonormalize,
 )
 from optax_nora._rows import normalize, project_and_normalize
 
@@ -40,12 +39,12 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 @functools.partial(jax.jit, static_argnames=("rows", "block_rows"))
 def ortho(u, rows, block_rows):
-    return orthonormalize(rows, u, block_rows, 1e-10)
+    return Blocks(block_rows, False)(rows, u, u, 1e-10)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "block_rows", "project"))
 def step(h, w, rows, block_rows, project=True):
-    return project_and_orthonormalize(rows, h, w, block_rows, 1e-10, project)
+    return Blocks(block_rows, project)(rows, h, w, 1e-10)
 
 
 def polar(matrix):
@@ -123,12 +122,11 @@ def test_no_quintic_sends_a_value_to_less_than_a_third():
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_blocks_of_one_row_are_nora_bit_for_bit(rows, dtype):
     h, w = normal(12, 9).astype(dtype), normal(12, 9, seed=1).astype(dtype)
-    np.testing.assert_array_equal(orthonormalize(rows, h, 1, 1e-10), normalize(rows, h, 1e-10))
     for project, want in [
         (True, project_and_normalize(rows, h, w, 1e-10)),
         (False, normalize(rows, h, 1e-10)),
     ]:
-        got = project_and_orthonormalize(rows, h, w, 1, 1e-10, project)
+        got = Blocks(1, project)(rows, h, w, 1e-10)
         np.testing.assert_array_equal(got, want)
 
 
@@ -297,7 +295,7 @@ def test_rows_of_any_length():
 
         @functools.partial(jax.jit, static_argnames="project")
         def direction(u, project=project):
-            return project_and_orthonormalize(LAST, u, w, 8, 0.0, project)
+            return Blocks(8, project)(LAST, u, w, 0.0)
 
         np.testing.assert_array_equal(direction(np.float32(u * lengths)), direction(u))
 
@@ -600,7 +598,7 @@ def test_what_is_around_it_on_an_auto_mesh(around, request):
                 return jax.lax.cond(u[0, 0] < 9, lambda u: ortho(u, rows, 8), jnp.zeros_like, u)
             case "checkpoint":
                 return jax.checkpoint(lambda u: ortho(u, rows, 8))(u)
-        return orthonormalize(rows, u, 8, 1e-10)
+        return Blocks(8, False)(rows, u, u, 1e-10)
 
     with jax.set_mesh(mesh_of(AxisType.Auto)) if around == "set_mesh" else contextlib.nullcontext():
         got = (function if around == "eager" else jax.jit(function))(placed)

@@ -350,7 +350,7 @@ def test_an_unknown_backend():
 
 
 def test_a_jax_without_the_kernels_backend(monkeypatch):
-    monkeypatch.setattr(_backend, "_kernels", lambda: None)
+    monkeypatch.setattr(_backend, "_triton", lambda: None)
     with pytest.raises(
         ValueError, match=r"backend='pallas' needs the Triton backend of Pallas, and"
     ):
