@@ -62,7 +62,7 @@ def _view(rows: Rows, shape: tuple[int, ...], direction: Direction) -> _View | N
     along = 1 if rows.reduction == (end,) else 0
     before, last = (rows.output, rows.reduction) if along else (rows.reduction, rows.output)
     start = end - len(before)
-    if last != (end,) or not before or sorted(before) != list(range(start, end)):
+    if last != (end,) or not before or before != tuple(range(start, end)):
         return None
     if math.prod(shape) == 0 or shape[-1] % LANES or shape[-2] % LINES:
         return None

@@ -113,6 +113,7 @@ def test_what_is_no_number_shows_in_its_tile_alone(bad, direction):
         ((2048, 16, 128), Rows((0,), (1, 2)), project_and_normalize, False),
         ((16, 128, 2048), Rows((0, 1), (2,)), project_and_normalize, True),
         ((128, 2048, 256), Rows((0,), (1,)), project_and_normalize, False),
+        ((16, 64, 2048), Rows((2,), (1, 0)), Blocks(128, False), False),  # rows count otherwise
         ((0, 4096), LAST, project_and_normalize, False),
         ((4096,), Rows((0,), ()), project_and_normalize, False),
     ],
@@ -161,3 +162,26 @@ def test_programs_for_many_tpus(kind, block_rows, backend, method):
     # cannot place those for blocks either.
     known = kind is AxisType.Explicit and (block_rows == 1 or jax.__version_info__ >= (0, 9))
     assert ("tpu_custom" in text) == (backend == "pallas" and known)
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_kernels_in_shard_map(block_rows):
+    specs = {"kernel": PartitionSpec(None, "fsdp")}
+    tx = optax_nora.nora(
+        0.1,
+        block_rows=block_rows,
+        project=block_rows == 1,
+        backend="pallas",
+        weight_dimension_numbers=optax_nora.in_shard_map(specs),
+    )
+
+    def step(grads, params):
+        return tx.step(grads, tx.init(params), params)[0]
+
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=specs)
+    params = {"kernel": jnp.ones((256, 1024))}
+    text = program(sharded, params, params)
+    assert "CustomSPMDPartitioning" not in text
+    # Several devices are too many for the kernels of blocks and jax 0.8.
+    assert text.count("tpu_custom") == (block_rows == 1 or jax.__version_info__ >= (0, 9))

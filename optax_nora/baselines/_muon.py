@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -10,7 +9,7 @@ from optax_nora._axes import Rows
 from optax_nora._checks import check_moment_dtype, check_range
 from optax_nora._leaves import PyTree
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
-from optax_nora.baselines._whole import require_whole
+from optax_nora.baselines._whole import require_whole, sharded_by_jax
 
 
 def scale_by_muon(
@@ -58,12 +57,7 @@ def scale_by_muon(
     )
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        step: Any = inner.update
-        if jax.sharding.get_abstract_mesh().explicit_axes:
-            # Such a mesh refuses the matrix products: in here jax chooses the shardings itself.
-            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
-            step = jax.sharding.auto_axes(step, out_sharding=specs)
-        updates, new = step(updates, state)
+        updates, new = sharded_by_jax(inner.update, (updates, state))(updates, state)
         # optax lets the dtype of the gradients into the state; `lax.scan` would refuse it.
         return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
 

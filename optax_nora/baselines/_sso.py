@@ -13,7 +13,7 @@ from optax_nora._leaves import PyTree
 from optax_nora._momentum import scale_by_momentum
 from optax_nora._routing import WeightDimensionNumbers, map_rows, routes_of
 from optax_nora._rows import widen
-from optax_nora.baselines._whole import require_whole
+from optax_nora.baselines._whole import require_whole, sharded_by_jax
 
 Array = jax.Array
 
@@ -30,9 +30,13 @@ def _as_matrices(fn: Callable[..., Array], rows: Rows, *arrays: Array) -> Array:
     batch = rows.batch(len(shape))
     order = batch + rows.reduction + rows.output
     sizes = (-1, rows.fan_in(shape), rows.fan_out(shape))
-    flat = (a.transpose(order).reshape(sizes) for a in arrays)
-    out = jax.vmap(fn)(*flat).reshape([shape[axis] for axis in order])
-    return out.transpose([order.index(axis) for axis in range(len(shape))])
+
+    def of_all(*arrays: Array) -> Array:
+        flat = (a.transpose(order).reshape(sizes) for a in arrays)
+        out = jax.vmap(fn)(*flat).reshape([shape[axis] for axis in order])
+        return out.transpose([order.index(axis) for axis in range(len(shape))])
+
+    return sharded_by_jax(of_all, arrays[0])(*arrays)
 
 
 def _unit(x: Array) -> Array:

@@ -9,7 +9,7 @@ import optax
 import pytest
 from tolerance import NEWTON_SCHULZ, tolerance
 
-from benchmarks import collectives, measure, paper_table, plot, step
+from benchmarks import collectives, measure, paper_table, plot, step, tpu
 from benchmarks.sets import SETS, matrices, row_axes
 
 
@@ -40,6 +40,7 @@ def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
         (step, step.Args(block_rows=(0,))),
         (paper_table, paper_table.Args(repeats=-1)),
         (collectives, collectives.Args(devices=())),
+        (tpu, tpu.Args(layers=0)),
     ],
 )
 def test_counts_of_nothing_are_refused_before_anything_runs(command, args, capsys):
@@ -135,3 +136,46 @@ def test_plot_draws_the_same_file_from_the_same_results(tmp_path):
     first, second = (picture.read_text() for picture in pictures)
     assert first == second
     assert "what the memory allows" in first
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_what_was_scheduled_for_kernels_is_counted_by_shape(tmp_path):
+    kernel = '%a = (f32[4,256,384]{2,1,0}) custom-call(), custom_call_target="tpu_custom_call"'
+    copy = "%b = (f32[4,256,384]{2,1,0}) copy(%a)"
+    for name, bundles, program in [("a", 20, kernel), ("b", 100, kernel), ("c", 170, copy)]:
+        (tmp_path / f"{name}-schedule-analysis_final_bundles.txt").write_text(
+            f"Schedule analysis:\n\ttotal scheduled bundles:    {bundles}\n\t{program}\n"
+        )
+    # 384 rows, in tiles of 128 or of one block, of four matrices
+    assert tpu.scheduled(tmp_path, "first", 1) == {(4, 256, 384): 100 * 4 * 3}
+    assert tpu.scheduled(tmp_path, "first", 256) == {(4, 256, 384): 100 * 4 * 2}
+
+
+def test_a_topology_that_cannot_be_compiled_for_ends_with_a_line():
+    with pytest.raises(SystemExit, match=r"error: cannot compile for v0:1x1: .*libtpu"):
+        tpu.main(tpu.Args(topology="v0:1x1"))
+
+
+@pytest.mark.parametrize("kind", ["v5e", "v6e"])
+def test_the_table_of_tpus_is_of_its_rows(kind):
+    page = (DOCS / "benchmarks.md").read_text()
+    rows = json.loads((DOCS / "results" / f"tpu-{kind}.json").read_text())["steps"]
+    cycles = {
+        (row["optimizer"], row["block_rows"], row["rows"]): row["xla_cycles"] + row["kernel_cycles"]
+        for row in rows
+    }
+    table = {
+        "AdamW": ("adamw", None),
+        "Nora, XLA": ("nora-xla", 1),
+        "Nora, kernels": ("nora-pallas", 1),
+        "blocks of 128, XLA": ("nora-xla", 128),
+        "blocks of 128, kernels": ("nora-pallas", 128),
+        "Muon in bfloat16": ("muon-bfloat16", None),
+    }
+    column = {"v5e": 2, "v6e": 3}[kind]
+    for name, case in table.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        cell = line.strip("|").split("|")[column].strip()
+        assert cell == " / ".join(f"{cycles[*case, rows]:.0f}" for rows in ("first", "last"))

@@ -1,0 +1,177 @@
+"""What the compiler for TPUs makes of one optimizer step: ``python -m benchmarks.tpu``.
+
+Nothing runs, so no TPU is needed, but ``pip install libtpu`` is. For XLA's programs cycles are the
+compiler's estimate of all that it fused. For kernels they are the instructions that it scheduled,
+and do not count waiting: bytes move meanwhile.
+"""
+
+import math
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optax_nora
+from benchmarks import measure
+from benchmarks.sets import Llama, RowsAlong, dimension_numbers, matrices, nora, optimizer
+
+Name = Literal["adamw", "nora-xla", "nora-pallas", "muon-bfloat16"]
+_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+_BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
+_SHAPE = re.compile(r"= \(\w+\[(\d+),(\d+),(\d+)\]")  # of the first of several results
+
+
+@dataclass(frozen=True)
+class Args:
+    """Compile one step of each optimizer on the matrices of a LLaMA, layers stacked."""
+
+    topology: str = "v5e:2x2"
+    """Of which TPUs, as `jax.experimental.topologies` has it; the first one is compiled for."""
+    layers: int = 8
+    """Of the model."""
+    width: int = 2048
+    """Of the model."""
+    mlp_width: int = 5632
+    """Of the model."""
+    optimizers: tuple[Name, ...] = ("adamw", "nora-xla", "nora-pallas", "muon-bfloat16")
+    rows: tuple[RowsAlong, ...] = ("first", "last")
+    """Rows along the first axis, as in a Flax kernel (in, out), or along the last."""
+    block_rows: tuple[int, ...] = (1, 128)
+    """Rows that Nora makes orthonormal together."""
+    out: Path | None = None
+    """JSON file to write. None given: the results are only shown."""
+
+
+class Case(NamedTuple):
+    rows: RowsAlong
+    optimizer: Name
+    block_rows: int | None  # None: no Nora
+
+
+COLUMNS = {
+    "rows": "rows along",
+    "optimizer": "optimizer",
+    "block_rows": "block rows",
+    "xla_cycles": "XLA, Mcycles|.1f",
+    "kernel_cycles": "kernels, Mcycles|.1f",
+    "kernels": "kernels",
+    "temporary_mib": "temporaries, MiB|,.0f",
+    "compile_seconds": "compile, s|.1f",
+}
+
+
+def scheduled(folder: Path, rows: RowsAlong, block_rows: int) -> dict[tuple[int, ...], int]:
+    """Instructions of the kernels that were compiled, by the shape of their array."""
+    found: dict[tuple[int, ...], int] = {}
+    for path in folder.glob("*schedule-analysis_final_bundles.txt"):
+        text = path.read_text()
+        shape, bundles = _SHAPE.search(text), _BUNDLES.search(text)
+        if "tpu_custom_call" in text and shape and bundles:
+            batch, lines, columns = map(int, shape.groups())
+            tiles = -(-(columns if rows == "first" else lines) // max(128, block_rows))
+            # The whole program, which is short, names a kernel too.
+            total = max(int(bundles[1]) * batch * tiles, found.get((batch, lines, columns), 0))
+            found[batch, lines, columns] = total
+    return found
+
+
+def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
+    """One case, in a process of its own: libtpu reads what it is told when it is loaded."""
+    kernels = case.optimizer == "nora-pallas"
+    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true" if kernels else ""
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any: so that it looks for none
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        topology = topologies.get_topology_desc(args.topology, platform="tpu")
+    except Exception as error:  # of several kinds
+        reason = str(error).splitlines()[0]
+        raise SystemExit(
+            f"error: cannot compile for {args.topology}: {reason}; is libtpu installed?"
+        ) from None
+    place = NamedSharding(Mesh(topology.devices[:1], ("tpu",)), PartitionSpec())
+    numbers, block_rows = dimension_numbers("stacked", case.rows), case.block_rows or 1
+    if case.optimizer == "nora-xla" or case.optimizer == "nora-pallas":
+        tx = nora(numbers, block_rows, case.optimizer.removeprefix("nora-"))
+    else:
+        tx = optimizer(case.optimizer, numbers)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        if isinstance(tx, optax_nora.StepTransformation):
+            return tx.step(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    shapes = matrices(model(args), "stacked", case.rows)
+    params = placed({k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()})
+    state = placed(jax.eval_shape(tx.init, params))
+    start = time.perf_counter()
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    seconds = time.perf_counter() - start
+    hlo, memory = program.as_text() or "", program.memory_analysis()
+    found = scheduled(folder, case.rows, block_rows)
+    return {
+        **case._asdict(),
+        "xla_cycles": sum(map(int, _ESTIMATE.findall(hlo))) / 1e6,
+        "kernel_cycles": sum(found.get(shape, 0) for shape in shapes.values()) / 1e6,
+        "kernels": hlo.count('custom_call_target="tpu_custom_call"'),
+        "temporary_mib": memory.temp_size_in_bytes / 2**20 if memory is not None else None,
+        "compile_seconds": seconds,
+    }
+
+
+def model(args: Args) -> Llama:
+    return Llama(args.layers, args.width, args.mlp_width)
+
+
+def run(case: Case, args: Args) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    ):
+        return pool.submit(compiled, case, args, Path(folder)).result()
+
+
+def main(args: Args) -> list[dict[str, Any]]:
+    measure.check_counts(
+        layers=args.layers,
+        width=args.width,
+        mlp_width=args.mlp_width,
+        block_rows=args.block_rows,
+    )
+    cases = [
+        Case(rows, name, block_rows)
+        for rows in args.rows
+        for name in args.optimizers
+        for block_rows in (args.block_rows if name.startswith("nora") else (None,))
+    ]
+    rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args))
+    weights = sum(math.prod(s) for s in matrices(model(args), "stacked", "first").values())
+    measure.show(f"one step of {weights / 1e6:.0f}M weights, {args.topology}", COLUMNS, rows)
+    measure.write_json(args.out, {"machine": measure.machine(), "weights": weights, "steps": rows})
+    return rows
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
