@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optax_nora
 from benchmarks import measure
 from benchmarks.sets import Llama, RowsAlong, dimension_numbers, matrices, nora, optimizer
+from optax_nora._tpu_kernels import LANES
 
 Name = Literal["adamw", "nora-xla", "nora-pallas", "muon-bfloat16"]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -80,7 +81,7 @@ def scheduled(folder: Path, rows: RowsAlong, block_rows: int) -> dict[tuple[int,
         shape, bundles = _SHAPE.search(text), _BUNDLES.search(text)
         if "tpu_custom_call" in text and shape and bundles:
             batch, lines, columns = map(int, shape.groups())
-            tiles = -(-(columns if rows == "first" else lines) // max(128, block_rows))
+            tiles = -(-(columns if rows == "first" else lines) // max(LANES, block_rows))
             # The whole program, which is short, names a kernel too.
             total = max(int(bundles[1]) * batch * tiles, found.get((batch, lines, columns), 0))
             found[batch, lines, columns] = total
@@ -108,7 +109,7 @@ def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
         ) from None
     place = NamedSharding(Mesh(topology.devices[:1], ("tpu",)), PartitionSpec())
     numbers, block_rows = dimension_numbers("stacked", case.rows), case.block_rows or 1
-    if case.optimizer == "nora-xla" or case.optimizer == "nora-pallas":
+    if case.optimizer in ("nora-xla", "nora-pallas"):
         tx = nora(numbers, block_rows, case.optimizer.removeprefix("nora-"))
     else:
         tx = optimizer(case.optimizer, numbers)

@@ -21,9 +21,9 @@ from jax.experimental.pallas import triton
 from optax_nora import _kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import QUINTICS, SHIFT, block_size
-from optax_nora._kernels import MOST_BATCHES, _fold, _read, launch
+from optax_nora._kernels import MOST_BATCHES, _fold, launch
 from optax_nora._partition import shaped_like
-from optax_nora._step import Coefficients
+from optax_nora._step import Coefficients, read
 
 Array = jax.Array
 Ref = Any
@@ -307,7 +307,7 @@ def _look_ahead(c: Coefficients, g: Array, mu: Array, static: _Static) -> Array:
 def _gram_kernel(
     coefficients: Ref, g: Ref, mu: Ref, mu_out: Ref, grams: Ref, squares: Ref, *, static: _Static
 ) -> None:
-    ids, c = _ids(), _read(coefficients)
+    ids, c = _ids(), read(coefficients)
     along = 1 if static.view.last else 0
 
     def turn(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -402,7 +402,7 @@ def _root_kernel(numbers: Ref, grams: Ref, squares: Ref, out: Ref, *, static: _S
 def _apply_kernel(
     coefficients: Ref, roots: Ref, g: Ref, mu: Ref, mixed: Ref, squares: Ref, *, static: _Static
 ) -> None:
-    ids, c = _ids(), _read(coefficients)
+    ids, c = _ids(), read(coefficients)
     block, part, batch = ids
     pair = functools.partial(_pair, dtype=jnp.bfloat16, interpret=static.interpret)
     root = pair(triton.load(roots.at[batch, block]))

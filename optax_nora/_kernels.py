@@ -23,7 +23,7 @@ from optax_nora._axes import Rows
 from optax_nora._checks import LARGEST
 from optax_nora._partition import shaped_like
 from optax_nora._rows import NOISE
-from optax_nora._step import Coefficients
+from optax_nora._step import Coefficients, read
 
 Array = jax.Array
 Ref = Any
@@ -189,7 +189,7 @@ def _row_kernel(
     def at(ref: Ref) -> Ref:
         return ref.at[pl.ds(row, static.tile[0]), pl.ds(column, static.tile[1])]
 
-    c = _read(coefficients)
+    c = read(coefficients)
     new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, static)
     along, factor = _finish(c, *_sums(h, wide, axis=1))
     end = _end(c, h, wide, along[:, None], factor[:, None], out.dtype, static)
@@ -199,7 +199,7 @@ def _row_kernel(
 
 def _sums_kernel(coefficients: Ref, g: Ref, mu: Ref, w: Ref, sums: Ref, *, static: _Static) -> None:
     part, at, of_panel, inside, in_panel = _tile(static)
-    _, h, wide = _momentum(_read(coefficients), (at(g), at(mu), at(w)), inside, static)
+    _, h, wide = _momentum(read(coefficients), (at(g), at(mu), at(w)), inside, static)
     for k, total in enumerate(_sums(h, wide, axis=0)):
         high, low = _halves(total)
         with jax.enable_x64(True):  # a total past float32 is in the second half alone
@@ -221,7 +221,7 @@ def _write_kernel(
 ) -> None:
     # What the sums read last is still in the cache, and is read first here.
     part, at, of_panel, inside, in_panel = _tile(static, backwards=True)
-    c = _read(coefficients)
+    c = read(coefficients)
     new_mu, h, wide = _momentum(c, (at(g), at(mu), at(w)), inside, static)
     high, low, factor = (
         triton.load(of_panel(found, k + 0 * part), mask=in_panel, other=0.0) for k in range(3)
@@ -257,10 +257,6 @@ def _inside(row: Array, column: Array, static: _Static) -> Array:
         start + jnp.arange(k) for start, k in zip((row, column), static.tile, strict=True)
     )
     return (rows < static.shape[0])[:, None] & (columns < static.shape[1])[None, :]
-
-
-def _read(coefficients: Ref) -> Coefficients:
-    return Coefficients(*(coefficients[k] for k in range(len(Coefficients._fields))))
 
 
 def _momentum(

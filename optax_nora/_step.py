@@ -27,6 +27,11 @@ class Coefficients(NamedTuple):
     learning_rate: Any = 1.0
 
 
+def read(coefficients: Any) -> Coefficients:
+    """Within a kernel, the numbers of the vector that it is given."""
+    return Coefficients(*(coefficients[k] for k in range(len(Coefficients._fields))))
+
+
 def one_minus(rate: Any) -> Any:
     """``1 - rate``: an injected rate comes in the parameters' dtype, where that loses digits."""
     return 1 - (rate if isinstance(rate, float | int) else widen(rate))

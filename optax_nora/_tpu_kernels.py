@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu
 from optax_nora._axes import Rows
 from optax_nora._blocks import PRECISION, Blocks, block_size, inverse_root
 from optax_nora._partition import shaped_like
-from optax_nora._step import Coefficients, Direction, by_xla
+from optax_nora._step import Direction, by_xla, read
 
 Array = jax.Array
 Ref = Any
@@ -137,13 +137,12 @@ def _kernel(
     direction: Direction,
     write_weights: bool,
 ) -> None:
-    c = Coefficients(*(coefficients[k] for k in range(len(Coefficients._fields))))
     if isinstance(direction, Blocks):
         there = view.rows - pl.program_id(1) * view.tile
         direction = direction._replace(mix=functools.partial(_mix, there=there))
     rows = Rows((view.along,), (1 - view.along,))
     mu_out[...], out[...] = by_xla(
-        rows, direction, c, g[...], mu[...], w[...], write_weights=write_weights
+        rows, direction, read(coefficients), g[...], mu[...], w[...], write_weights=write_weights
     )
 
 

@@ -8,34 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from steps import FIRST, LAST, NUMBERS, random
 from tolerance import BLOCK_KERNELS
 
 from optax_nora import _block_kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import Blocks
-from optax_nora._step import Coefficients
 
-NUMBERS = Coefficients(
-    grad_scale=0.5,
-    beta=0.9,
-    one_minus_beta=1 - 0.9,
-    ahead=0.8,
-    one_minus_ahead=1 - 0.8,
-    eps=1e-10,
-    row_scale=1.3,
-    weight_decay=0.1,
-    learning_rate=0.02,
-)
 PLAIN = NUMBERS._replace(
     grad_scale=1, beta=0, one_minus_beta=1, ahead=1, one_minus_ahead=0, row_scale=1, weight_decay=0
 )._replace(learning_rate=-1)  # the update is the direction
 SMALL = _block_kernels.Tuning((64, 128, 1), (64, 128, 1))  # so that there are parts
-FIRST, LAST = Rows((0,), (1,)), Rows((1,), (0,))
-
-
-def random(shape, dtypes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "block_rows", "write_weights"))

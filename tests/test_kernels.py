@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from steps import random
 from tolerance import tolerance
 
 from optax_nora import _kernels
@@ -16,12 +17,6 @@ from optax_nora._rows import project_and_normalize
 from optax_nora._step import Coefficients, by_xla
 
 NUMBERS = {"beta": 0.9, "ahead": 0.8, "weight_decay": 0.1, "row_scale": 1.3, "grad_scale": 0.5}
-
-
-def random(shape, dtypes, seed):
-    """Gradient, momentum and weight."""
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from steps import FIRST, LAST, NUMBERS, random
 from tolerance import tolerance
 
 import optax_nora
@@ -15,19 +16,8 @@ from optax_nora import _tpu_kernels
 from optax_nora._axes import Rows
 from optax_nora._blocks import Blocks
 from optax_nora._rows import project_and_normalize
-from optax_nora._step import Coefficients, by_xla
+from optax_nora._step import by_xla
 
-NUMBERS = Coefficients(
-    grad_scale=0.5,
-    beta=0.9,
-    one_minus_beta=1 - 0.9,
-    ahead=0.8,
-    one_minus_ahead=1 - 0.8,
-    eps=1e-10,
-    row_scale=1.3,
-    weight_decay=0.1,
-    learning_rate=0.02,
-)
 DIRECTIONS = {
     "nora": project_and_normalize,
     "blocks of 128": Blocks(128, False),
@@ -35,7 +25,6 @@ DIRECTIONS = {
     "projected": Blocks(64, True),
     "large blocks": Blocks(256, False),
 }
-FIRST, LAST = Rows((0,), (1,)), Rows((1,), (0,))
 CASES = {
     "first": ((768, 256), FIRST),
     "last": ((256, 768), LAST),
@@ -50,11 +39,6 @@ CASES = {
 # within a factor of (1 + 3**-0.5) / (1 - 3**-0.5) < 4. An error of a Gram matrix is multiplied by
 # half the cube of that in its inverse root, beside the root.
 CONDITION = 4**3 / 2
-
-
-def random(shape, dtypes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for dtype in dtypes]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "direction", "write_weights"))

@@ -1,6 +1,5 @@
 """Checkpoints: parameters, optimizer state, place in the data, and the settings of the run."""
 
-import logging
 import math
 import sys
 from contextlib import contextmanager, suppress
@@ -11,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from examples.llama import checksums
 from examples.llama.config import UserError
-from examples.llama.terminal import line
+from examples.llama.terminal import line, silence
 
 READ = ocp.args.JsonRestore()
 MEND = "a run keeps its settings: leave the flags out, or start anew with another --name"
@@ -29,8 +28,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, identity: dict, timeout: float = 60):
         self.folder, self.identity, self.failed = folder, identity, False
-        for library in ("absl", "asyncio"):
-            logging.getLogger(library).setLevel(logging.CRITICAL)  # what orbax meets, we say
+        silence("absl", "asyncio")  # through which orbax speaks
         sys.unraisablehook = _without_echo
         for path in folder.glob("[0-9]*"):
             with suppress(OSError):

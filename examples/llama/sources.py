@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TextIO
 
 from examples.llama import documentation
 from examples.llama.config import UserError
-from examples.llama.terminal import line, say
+from examples.llama.terminal import line, say, silence
 
 HUB = "hf:"
 PIECE = 4_096  # characters: longer text files are cut into documents of this size, at line ends
@@ -46,8 +45,7 @@ def _hub(name: str, field: str) -> Iterator[tuple[str, str]]:
         import datasets
     except ImportError:
         raise UserError(f"hf:{name} needs the package datasets: pip install datasets") from None
-    for library in ("datasets", "huggingface_hub", "fsspec"):
-        logging.getLogger(library).setLevel(logging.CRITICAL)  # what they meet, we say
+    silence("datasets", "huggingface_hub", "fsspec")
     repository, _, configuration = name.partition(":")
     try:
         stream = datasets.load_dataset(

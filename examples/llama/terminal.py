@@ -1,5 +1,6 @@
 """What a command says on the terminal, and how it ends."""
 
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,12 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # as shells
 def say(text: str) -> None:
     """Prints a line as it is, above the progress bar where there is one."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def silence(*libraries: str) -> None:
+    """What they meet, we say."""
+    for library in libraries:
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 def line(error: BaseException) -> str:

@@ -12,6 +12,8 @@ from tolerance import NEWTON_SCHULZ, tolerance
 from benchmarks import collectives, measure, paper_table, plot, step, tpu
 from benchmarks.sets import SETS, matrices, row_axes
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
     path = tmp_path / "new" / "results.json"
@@ -129,16 +131,13 @@ def test_nora_sends_sums_of_rows_and_muon_sends_matrices():
 
 
 def test_plot_draws_the_same_file_from_the_same_results(tmp_path):
-    results = Path(__file__).parents[2] / "docs" / "results" / "step-h100.json"
+    results = DOCS / "results" / "step-h100.json"
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for picture in pictures:
         plot.main(plot.Args(results, picture))
     first, second = (picture.read_text() for picture in pictures)
     assert first == second
     assert "what the memory allows" in first
-
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_what_was_scheduled_for_kernels_is_counted_by_shape(tmp_path):
