@@ -290,7 +290,7 @@ def main(args: Args) -> bool:
     cases += [Case(*shape, dtypes, 1.0) for shape in SMALL for dtypes in MIXED]
     rows = measure.rows_with_progress("cases", cases, check, None)
     measure.show(f"kernels against float64, {measure.machine()['device']}", COLUMNS, rows)
-    blocks = (16, 32) if args.small else (32, 64, 128)
+    blocks = (16, 32) if args.small else (32, 64, 128, 256)
     block_cases = [
         BlockCase(*shape, dtypes, b)
         for shape in (SMALL[:5] if args.small else LARGE[:6])
@@ -298,7 +298,7 @@ def main(args: Args) -> bool:
         for b in blocks
     ]
     block_rows = measure.rows_with_progress("blocks", block_cases, check_blocks, None)
-    measure.show("blocks by kernels against float64", BLOCK_COLUMNS, block_rows)
+    measure.show("blocks against float64", BLOCK_COLUMNS, block_rows)
     rows += block_rows
     count = len(jax.devices())
     if count > 1:

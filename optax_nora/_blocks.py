@@ -21,6 +21,7 @@ from optax_nora._partition import by_parts
 from optax_nora._rows import (
     divide_by_norm,
     normalize,
+    product,
     project_and_normalize,
     project_twice,
     squares,
@@ -32,7 +33,20 @@ Array = jax.Array
 # What is added to the eigenvalues of a Gram matrix, as a part of the greatest. It is above all
 # rounding, so that none is negative, where iterations would diverge.
 SHIFT = 4e-6
-PRECISION: Any = jax.lax.Precision.HIGHEST  # of products: float32
+
+
+class Precisions(NamedTuple):
+    """Of products: nearly as exact as float32, and where errors of 1e-3 do no harm."""
+
+    exact: Any
+    rough: Any
+
+
+FLOAT32 = Precisions(jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+# On tensor cores, from A100 on: three products of bfloat16, as in the kernels, and one of tf32.
+TENSOR_CORES = Precisions(
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+)
 # Each a x + b x^3 + c x^5 is the quintic nearest to 1 on what those before it make of
 # [SHIFT ** 0.5, 1], less the lowest 1/20 where that is more, lest it send large values to nearly 0.
 # Together they take the interval to 1 +- 0.03. The idea is that of Amsel, Persson, Musco and
@@ -94,13 +108,17 @@ class Blocks(NamedTuple):
         proportion; a row of 0, or noise across its weight, ends as 0 and is no part of its block.
         """
         if block_size(h.shape, rows, self.block_rows) <= 1:
-            return self._unit(rows, h, w, eps)
+            if self.project:
+                return project_and_normalize(rows, h, w, eps)
+            return normalize(rows, h, eps)
         u, square, power = project_twice(rows, h, w) if self.project else (h, *squares(rows, h))
-        mixed = self.mix(divide_by_norm(u, square, 0, power), rows, self.block_rows)
-        return self._unit(rows, mixed, w, 0) * _shortfall(square, power, eps)
-
-    def _unit(self, rows: Rows, h: Array, w: Array, eps: Any) -> Array:
-        return project_and_normalize(rows, h, w, eps) if self.project else normalize(rows, h, eps)
+        d = self.mix(divide_by_norm(u, square, 0, power), rows, self.block_rows)
+        if self.project:
+            d = project_and_normalize(rows, d, w, 0)
+        else:
+            (length,) = rows.sums(product(d, d))  # no row is much longer than 1: no overflow
+            d = divide_by_norm(d, length, 0)
+        return d * _shortfall(square, power, eps)
 
 
 def direction_of(block_rows: int | None, project: bool) -> Direction:
@@ -199,6 +217,19 @@ def _neighbours(
 
 def _mix_local(u: Array, rows: Rows, size: int) -> Array:
     """`mix` of blocks that begin with an array and lie in it; the rest of rows is a block too."""
+    mix = functools.partial(_mix_blocks, rows=rows, size=size)
+    plain, fast = (functools.partial(mix, by=by) for by in (FLOAT32, TENSOR_CORES))
+    if u.dtype != jnp.float32 or not _have_tensor_cores():
+        return plain(u)
+    return jax.lax.platform_dependent(u, cuda=fast, default=plain)
+
+
+def _have_tensor_cores() -> bool:
+    """Whether the GPUs here multiply bfloat16 and tf32: A100 and later."""
+    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8
+
+
+def _mix_blocks(u: Array, rows: Rows, size: int, by: Precisions) -> Array:
     (axis,) = rows.output
     whole = u.shape[axis] // size * size
     parts = [
@@ -207,19 +238,24 @@ def _mix_local(u: Array, rows: Rows, size: int) -> Array:
     ]
     # Axes by number: `axis` numbers blocks, the next one a block's rows, one more its columns.
     axes = tuple(range(u.ndim + 1))
-    columns = tuple(u.ndim + 1 if a == axis + 1 else a for a in axes)
-    batch = tuple(a + (a > axis) for a in rows.batch(u.ndim))
-    matrix = (*batch, axis, axis + 1, u.ndim + 1)
-    grams = [jnp.real(_einsum(part, axes, part.conj(), columns, matrix)) for part in parts]
+    batch = (*(a + (a > axis) for a in rows.batch(u.ndim)), axis)
+    first = batch if by is TENSOR_CORES else ()  # where a GPU would move them for each product
+    order = (*first, *(a for a in axes if a not in first))
+    back = sorted(axes, key=order.__getitem__)
+    parts = [jnp.transpose(part, order) for part in parts]
+    columns = tuple(u.ndim + 1 if a == axis + 1 else a for a in order)
+    matrix = (*batch, axis + 1, u.ndim + 1)
+    times = functools.partial(jnp.einsum, precision=by.exact)
+    grams = [jnp.real(times(part, order, part.conj(), columns, matrix)) for part in parts]
     grams = jax.lax.psum(grams, rows.reduction_mesh) if rows.reduction_mesh else grams
     # Gram matrices are small: there, a short block may become a whole one.
-    roots = inverse_root(jnp.concatenate([_pad(gram, size) for gram in grams], axis=-3))
+    roots = inverse_root(jnp.concatenate([_pad(gram, size) for gram in grams], axis=-3), by)
     split = jnp.split(roots, [whole // size], axis=-3) if len(parts) == 2 else [roots]
     mixed = []
     for part, root in zip(parts, split, strict=True):
-        held = part.shape[axis + 1]
-        out = _einsum(root[..., :held, :held], matrix, part, columns, axes)
-        mixed.append(out.reshape(*u.shape[:axis], -1, *u.shape[axis + 1 :]))
+        held = part.shape[order.index(axis + 1)]
+        out = times(root[..., :held, :held], matrix, part, columns, order)
+        mixed.append(jnp.transpose(out, back).reshape(*u.shape[:axis], -1, *u.shape[axis + 1 :]))
     return jnp.concatenate(mixed, axis)
 
 
@@ -227,15 +263,13 @@ def _pad(gram: Array, size: int) -> Array:
     return jnp.pad(gram, [(0, 0)] * (gram.ndim - 2) + [(0, size - gram.shape[-1])] * 2)
 
 
-def _einsum(*args: Any) -> Array:
-    return jnp.einsum(*args, precision=PRECISION)
-
-
 def _sum(x: Array) -> Array:
     return jnp.sum(x, axis=(-2, -1), keepdims=True)
 
 
-def inverse_root(gram: Array, total: Callable[[Array], Array] = _sum) -> Array:
+def inverse_root(
+    gram: Array, by: Precisions = FLOAT32, total: Callable[[Array], Array] = _sum
+) -> Array:
     """The inverse square roots of matrices ``(..., b, b)`` without negative eigenvalues, about.
 
     A matrix may be made of several along its diagonal: then ``total`` sums within each.
@@ -243,7 +277,7 @@ def inverse_root(gram: Array, total: Callable[[Array], Array] = _sum) -> Array:
     An eigenvalue t comes out as ``t^(-1/2)`` where it is more than SHIFT of the greatest, and as a
     finite number if not: no more than ``(SHIFT (sum of t^4)^(1/4))^(-1/2)``.
     """
-    times = functools.partial(jnp.matmul, precision=PRECISION)
+    times = functools.partial(jnp.matmul, precision=by.exact)
     one = jnp.eye(gram.shape[-1], dtype=gram.dtype)
     square = times(gram, gram)
     # The fourth moment of the eigenvalues bounds the greatest, closer than a trace would.
@@ -253,10 +287,12 @@ def inverse_root(gram: Array, total: Callable[[Array], Array] = _sum) -> Array:
     square = square / greatest**2 + (2 * SHIFT) * shifted - SHIFT**2 * one
     gram, root = shifted, greatest**-0.5
     for k, (a, b, c) in enumerate(QUINTICS):
-        factor = a * one + b * gram + c * (square if k == 0 else times(gram, gram))
+        # After two, eigenvalues are so large that rough products of them are exact enough.
+        near = times if k < 2 else functools.partial(jnp.matmul, precision=by.rough)
+        factor = a * one + b * gram + c * (near(gram, gram) if k else square)
         # The new factor from the left: from the right, what rounding mixes into small eigenvalues
         # would be multiplied by all factors before it. See docs/results/block-notes.md.
         root = times(factor, root) if k else factor * root
         if k + 1 < len(QUINTICS):
-            gram = times(factor, times(gram, factor))
+            gram = near(factor, near(gram, factor))
     return root

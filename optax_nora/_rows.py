@@ -32,16 +32,16 @@ def product(a: Array, b: Array) -> Array:
     return jnp.real(a * jnp.conj(b)) if jnp.iscomplexobj(a) else a * b
 
 
-def squares(rows: Rows, u: Array, *others: Array, beside: Any = 0) -> tuple[Array, ...]:
-    """|u|^2 times the square of a power of two, that power, and the sums of ``others``.
+def squares(rows: Rows, u: Array) -> tuple[Array, Array]:
+    """|u|^2 times the square of a power of two, and that power: 1, unless |u|^2 overflows."""
+    tiny = _tiny(u)
+    uu, tiny_uu = rows.sums(product(u, u), product(tiny * u, tiny * u))
+    long = ~jnp.isfinite(uu)
+    return jnp.where(long, tiny_uu, uu), jnp.where(long, tiny, 1)
 
-    The power is 1, but for rows whose ``|u|^2 + beside`` overflows. Their sums are made in the same
-    pass.
-    """
-    tiny = 2.0 ** (-5 * jnp.finfo(u.dtype).maxexp // 8)
-    uu, tiny_uu, *sums = rows.sums(product(u, u), product(tiny * u, tiny * u), *others)
-    long = ~jnp.isfinite(uu + beside)
-    return jnp.where(long, tiny_uu, uu), jnp.where(long, tiny, 1), *sums
+
+def _tiny(u: Array) -> float:
+    return 2.0 ** (-5 * jnp.finfo(u.dtype).maxexp // 8)
 
 
 def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
@@ -52,19 +52,21 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
     short = SHRINK * w
-    hw, ww = rows.sums(product(h, short), product(short, short))
+    # The sum of absolute values is more than |h|, and overflows only where h does.
+    length, hw, ww = rows.sums(jnp.abs(h), product(h, short), product(short, short))
+    power = jnp.where(length < 2.0 ** (jnp.finfo(h.dtype).maxexp // 2 - 1), 1, _tiny(h))
     ww = jnp.where(ww > 0, ww, jnp.inf)  # nothing is along a row of 0
     # No product with 1 / ww: where that is computed again, it may round otherwise.
     along = SHRINK * hw / ww
     u = h - along * w
-    uu, power, uw = squares(rows, u, product(u, short), beside=hw * along / SHRINK)
+    uu, uw = rows.sums(product(power * u, power * u), product(power * u, short))
     leak = SHRINK * uw / ww
-    square = uu - (power * uw) * (power * leak / SHRINK)
+    square = uu - uw * (leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
     # ones scaled down underflow. NaN is no noise: it goes through.
     hh = uu + (power * hw) * (power * along / SHRINK)
     noise = square * (NOISE * jnp.finfo(square.dtype).eps) ** -2 <= hh
-    return u - leak * w, jnp.where(noise, 0, square), power
+    return u - leak / power * w, jnp.where(noise, 0, square), power
 
 
 def divide_by_norm(u: Array, square: Array, eps: Any, power: Any = 1) -> Array:

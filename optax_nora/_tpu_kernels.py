@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from optax_nora._axes import Rows
-from optax_nora._blocks import PRECISION, Blocks, block_size, inverse_root
+from optax_nora._blocks import FLOAT32, Blocks, block_size, inverse_root
 from optax_nora._partition import shaped_like
 from optax_nora._step import Direction, by_xla, read
 
@@ -163,9 +163,9 @@ def _mix(u: Array, rows: Rows, block_rows: int, there: Array) -> Array:
         """For each row of a block, the sum of all of it."""
         return jnp.sum(within(jnp.sum(x, axis=0, keepdims=True)), axis=1, keepdims=True)
 
-    root = inverse_root(within(gram), total)
+    root = inverse_root(within(gram), total=total)
     return _dot(root, u, 1, 0) if along == 1 else _dot(u, root, 1, 1)
 
 
 def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), precision=PRECISION)
+    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), precision=FLOAT32.exact)

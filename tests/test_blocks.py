@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tolerance import tolerance
 
+from optax_nora import _blocks
 from optax_nora._axes import Rows, mesh_axes
 from optax_nora._blocks import (
     QUINTICS,
@@ -190,6 +191,46 @@ def test_blocks_are_those_of_a_loop_over_matrices(name, block_rows):
     for block, want in zip(got, expected(u, rows, size), strict=True):
         assert block.shape == want.shape
         assert np.all(np.linalg.norm(block - want, axis=1) <= 2 * INTERVAL + 100 * EPS)
+
+
+# On GPUs
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[:-1])
+def test_the_order_of_axes_for_tensor_cores_is_no_other_step(name, monkeypatch):
+    shape, rows = LAYOUTS[name]
+    u = normal(*shape)
+    want = mix(u, rows, 8)
+    with monkeypatch.context() as patch:
+        by = _blocks.Precisions(*_blocks.FLOAT32)  # as on a CPU, but in the order of tensor cores
+        patch.setattr(_blocks, "TENSOR_CORES", by)
+        patch.setattr(_blocks, "FLOAT32", by)
+        _blocks._mixer.cache_clear()
+        got = mix(u, rows, 8)
+    _blocks._mixer.cache_clear()
+    # The same products, summed in another order: conditions of blocks here are under 100.
+    np.testing.assert_allclose(got, want, atol=1000 * EPS)
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "9.0"])
+def test_what_gpus_multiply(capability, monkeypatch):
+    """float32 on the oldest; from A100 on three products of bfloat16, and of tf32 at the end."""
+
+    class Device:
+        compute_capability = capability
+
+    u = normal(16, 64)
+    _blocks._mixer.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: [Device()])
+        traced = jax.jit(lambda u: mix(u, LAST, 8)).trace(u)
+    _blocks._mixer.cache_clear()
+    gpu, cpu = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "cpu"))
+    assert "algorithm" not in cpu
+    # The Gram matrix, ten products of its size, and the last one; then seven that may be rough.
+    new = capability != "7.5"
+    assert gpu.count("num_primitive_operations = 3") == (12 if new else 0)
+    assert gpu.count("lhs_precision_type = tf32") == (7 if new else 0)
 
 
 @hypothesis.given(
@@ -491,15 +532,16 @@ def test_any_mesh_has_the_same_numbers_and_sends_what_is_said(name, kind, projec
     # The same sums in another order, times conditions of under 100.
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
     found = collectives(function, *placed)
-    # Of a row: its part of the Gram matrix, <u, u> of u and of a tiny u, lest it overflow, and both
-    # of d; with project <h, w>, <w, w>, <h, h>, <u, w>, <u, u>, and these again of d.
+    # Of a row: its part of the Gram matrix, <u, u> of u and of a tiny u, lest it overflow, and
+    # <d, d>; with project the sum of |h|, <h, w>, <w, w>, <u, w>, <u, u>, and these again of d.
     last = split_rows % 8
     grams = split_rows * 8 - last * (8 - last)
-    expected = {"all-reduce": grams + split_rows * (10 if project else 4)} if split_rows else {}
+    sums = split_rows * (10 if project else 3)
+    expected = {"all-reduce": grams + sums} if split_rows else {}
     if neighbours:
         expected["collective-permute"] = neighbours * 24 // (2 if split_rows else 1)
         if split_rows:  # each mixes all blocks of which it has a row
-            expected["all-reduce"] = 2 * 8 * 8 + split_rows * (10 if project else 4)
+            expected["all-reduce"] = 2 * 8 * 8 + sums
     assert found == expected
 
 
