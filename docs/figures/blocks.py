@@ -8,16 +8,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from docs.figures import yardstick
 from docs.figures.comparison import write_tables
 from docs.figures.yardstick import DOCS
-from examples.llama import records
+from examples.llama import cli, records
 from examples.llama.plot import best_runs, markdown, mean_loss
 
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "blocks", "font.size": 9})
 RESULTS = DOCS / "results" / "blocks"
 GRAY = "#808080"  # as far from a white page as from a dark one
 COLORS = ("#e8791c", "#4a86cf", "#5aa469", "#a05195")
-HEAD = ("optimizer", "learning rate", "held-out loss", "other rates", "ms a step", "of AdamW's")
+SIZES = ("60m", "350m")
+HEAD = ("learning rate", "held-out loss", "other rates", "ms a step", "of AdamW's")
+
+
+ADAMW = [{"name": "AdamW"}]
 
 
 def load(size: str) -> list[dict]:
@@ -36,18 +41,23 @@ def name(row: dict) -> str:
     return f"blocks of {rows}" + (", projected, no decay" if run["project"] else "")
 
 
-def milliseconds(rows: list[dict]) -> float | None:
-    """Of a training step, where a run had its card to itself."""
-    own = [row for row in rows if not row.get("shared_card")]
+def milliseconds(size: str, runs: list[dict]) -> float | None:
+    """Of a training step, by `examples.llama.speed`; else of a run that had its card to itself.
+
+    Not of such a run with blocks, whose steps have become faster since.
+    """
+    for row in records.read(RESULTS / "speed.jsonl"):
+        config = cli.parse(row["flags"].split())
+        if config.preset == size and name({"run": cli.identity(config)}) == runs[0]["name"]:
+            return 1e3 * row["step_seconds"]
+    own = [row for row in runs if not row.get("shared_card") and row["run"]["block_rows"] == 1]
     return min((1e3 * row["seconds"] / row["run"]["steps"] for row in own), default=None)
 
 
-def table(size: str) -> list[tuple[str, ...]]:
+def table(size: str) -> list[str]:
     rows = load(size)
-    labels = list(dict.fromkeys(row["name"] for row in rows))
-    base = milliseconds([row for row in rows if row["name"] == "AdamW"])
     lines = []
-    for label in labels:
+    for label in dict.fromkeys(row["name"] for row in rows):
         runs = best_runs(rows, label)
         rate = runs[0]["run"]["learning_rate"]
         others = sorted(
@@ -55,18 +65,33 @@ def table(size: str) -> list[tuple[str, ...]]:
             for row in rows
             if row["name"] == label and row["run"]["learning_rate"] != rate
         )
-        took = milliseconds(runs)
+        took = milliseconds(size, runs)
         lines.append(
             (
                 label,
                 f"{rate:g}",
                 ", ".join(f"{row['held_out_loss']:.4f}" for row in runs),
                 ", ".join(f"{r:g}: {loss:.4f}" for r, loss in others) or "none",
-                f"{took:.1f}" if took else "shared card",
-                f"{took / base:.2f}" if took and base else "",
+                f"{took:.1f}" if took else "not timed",
+                f"{took / milliseconds(size, ADAMW):.2f}" if took else "",
             )
         )
-    return sorted(lines, key=lambda line: float(line[2].split(",")[0]), reverse=True)
+    lines.sort(key=lambda line: float(line[2].split(",")[0]), reverse=True)
+    return markdown((size.upper(), *HEAD), lines)
+
+
+def in_the_time_of_adamw(label: str) -> tuple[float, float]:
+    """The steps that fit into AdamW's time at 60M, and the loss after a schedule of so many.
+
+    Fewer steps are taken to cost what they cost Muon, which was run with whole schedules of several
+    lengths: its loss is a parabola in the logarithm of its steps.
+    """
+    runs = best_runs(load("60m"), label)
+    taken = runs[0]["run"]["steps"]
+    muon = yardstick.muon_by_steps(yardstick.load())
+    fit = np.polyfit(np.log(list(muon)), [mean_loss(group) for group in muon.values()], 2)
+    steps = taken * milliseconds("60m", ADAMW) / milliseconds("60m", runs)
+    return steps, mean_loss(runs) + np.polyval(fit, np.log(steps)) - np.polyval(fit, np.log(taken))
 
 
 def draw_idea(path: Path) -> None:
@@ -103,7 +128,7 @@ def draw_curve(path: Path) -> None:
         points[label] = (
             min(runs[0]["run"]["block_rows"], width),
             mean_loss(runs),
-            milliseconds(runs),
+            milliseconds("60m", runs),
         )
     base = points["AdamW"][2]
     curve = sorted(
@@ -133,11 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table and the pictures")
     if parser.parse_args().write:
-        write_tables(DOCS / "blocks.md", [markdown(HEAD, table("60m"))])
+        write_tables(DOCS / "blocks.md", map(table, SIZES))
         draw_idea(RESULTS / "idea.svg")
         draw_curve(RESULTS / "curve.svg")
-    for size in ("60m", "350m"):
-        print(f"{size}\n", *markdown(HEAD, table(size)), "", sep="\n")
+    for size in SIZES:
+        print(*table(size), "", sep="\n")
 
 
 if __name__ == "__main__":
