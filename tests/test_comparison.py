@@ -85,6 +85,7 @@ def test_the_sentences_on_rates(rows, best, apart):
         same = {k: best[name][0]["run"][k] for k in ("learning_rate", "weight_decay")}
         return only(rows, optimizer=name, seed=0, adam_learning_rate=other, **same)
 
+    assert "All gain from 0.0025 to 0.01. From 0.02 to 0.04 nothing changes" in TEXT
     for name in yardstick.OPTIMIZERS:
         assert apart(at(name, 0.01), at(name, 0.0025)) > 2
         assert abs(apart(at(name, 0.02), at(name, 0.04))) < 2
@@ -102,6 +103,8 @@ def test_the_sentences_on_decay_and_precision(rows, apart):
     }
     assert {f"{gain.pop(name):.2f}" for name in ("rmnp", "muon")} == {"0.02"}
     assert max(gain.values()) < 0.0105
+    assert "Decay gains 0.02 for RMNP and Muon, at most 0.01 for the others" in TEXT
+    assert f"with it Nora gains {gain['nora']:.2f}" in TEXT
     assert abs(apart(at("nora", weight_decay=0.1), at("rmnp", weight_decay=0.1))) < 2
     cost = {}
     for name in yardstick.OPTIMIZERS:
@@ -111,8 +114,12 @@ def test_the_sentences_on_decay_and_precision(rows, apart):
         assert abs(apart(mixed, copies)) < 2
         cost[name] = f"{mean_loss(low) - mean_loss(mixed):.2f}"
         assert (apart(mixed, low) > 2) == (name != "muon")
-    assert cost["nora"] == "0.03"
     assert {cost[name] for name in ("rmnp", "mano", "adamw")} == {"0.01", "0.02"}
+    assert f"costs Nora {cost['nora']}, RMNP, Mano and AdamW 0.01 to 0.02, Muon nothing" in TEXT
+    plain, decayed = (
+        mean_loss(yardstick.at_best(rows, "nora", steps=10_000, weight_decay=x)) for x in (0.0, 0.1)
+    )
+    assert f"Decay costs Nora {decayed - plain:.2f} here" in TEXT
 
 
 def test_the_other_sentences(rows, best, apart):
@@ -141,6 +148,14 @@ def test_the_other_sentences(rows, best, apart):
     assert f"look-ahead gains {options.pop(('momentum 1.0', '0.002')) - plain:.3f}" in TEXT
     width = options.pop(("row_scale width, base_fan_in 512", "0.002"))
     assert f"default scale {width - plain:.3f} on `width`" in TEXT
+    low, _, high = (
+        mean_loss(yardstick.at_best(rows, "nora", row_scale="rms", learning_rate=x))
+        for x in (0.00025, 0.0005, 0.001)
+    )
+    assert f"at half and at twice that it ends at {low:.3f} and {high:.3f}" in TEXT
+    mano = mean_loss(yardstick.at_best(rows, "mano", seed=0, weight_decay=0.0))
+    nora = mean_loss(yardstick.at_best(rows, "nora", seed=0, momentum=1.0))
+    assert f"Nora ends at {nora:.3f}, and Mano, which has none, at {mano:.3f}" in TEXT
     two = 2 * math.sqrt(2) * yardstick.noise(rows)
     assert all(abs(loss - plain) < two for loss in options.values())
 
@@ -221,7 +236,7 @@ def test_it_takes_both_settings_to_put_muon_last(rows, apart, between):
     before = [between(runs, scripts["nora"]) for runs in (rate, precision)]
     assert all(text.endswith(" ± 0.003") for text in before)
     rate, precision = (text.split()[0] for text in before)
-    assert f"0.001 alone Muon is {rate} before Nora's script" in TEXT
+    assert f"After 3,000 steps with AdamW's rate of 0.001 alone it is {rate} before it" in TEXT
     assert f"of the others, {precision}, each ± 0.003" in TEXT
 
 
@@ -278,6 +293,15 @@ def test_the_readme_has_the_numbers_of_the_table(rows, best):
         assert said["held-out loss"][name] == f"{mean_loss(best[name]):.3f}"
         more = said["more steps than Muon for the same loss"].get(name, "0 %")
         assert more == f"{int(table[name][2].split()[0])} %"
+
+
+def test_tokens_for_each_parameter_and_passes_over_the_text():
+    width, mlp, layers, vocabulary = 512, 1376, 8, 32_000
+    size = 2 * vocabulary * width + layers * (4 * width**2 + 3 * width * mlp)
+    assert f"LLaMA of {size / 1e6:.0f}M parameters" in TEXT
+    few, usual, long = (n / size for n in (600 * 65_536, 3000 * 16_384, 10_000 * 16_384))
+    assert f"{few:.1f} to {usual:.2f} tokens for each parameter, and {long:.1f} in" in TEXT
+    assert f"({10_000 / comparison.PASS:.1f} passes over the text" in TEXT
 
 
 def test_the_lengths_of_muon_are_those_that_were_run(rows):
