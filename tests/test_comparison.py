@@ -85,6 +85,7 @@ def test_the_sentences_on_rates(rows, best, apart):
         same = {k: best[name][0]["run"][k] for k in ("learning_rate", "weight_decay")}
         return only(rows, optimizer=name, seed=0, adam_learning_rate=other, **same)
 
+    assert "All gain from 0.0025 to 0.01. From 0.02 to 0.04 nothing changes" in TEXT
     for name in yardstick.OPTIMIZERS:
         assert apart(at(name, 0.01), at(name, 0.0025)) > 2
         assert abs(apart(at(name, 0.02), at(name, 0.04))) < 2
@@ -102,6 +103,8 @@ def test_the_sentences_on_decay_and_precision(rows, apart):
     }
     assert {f"{gain.pop(name):.2f}" for name in ("rmnp", "muon")} == {"0.02"}
     assert max(gain.values()) < 0.0105
+    assert "Decay gains 0.02 for RMNP and Muon, at most 0.01 for the others" in TEXT
+    assert f"with it Nora gains {gain['nora']:.2f}" in TEXT
     assert abs(apart(at("nora", weight_decay=0.1), at("rmnp", weight_decay=0.1))) < 2
     cost = {}
     for name in yardstick.OPTIMIZERS:
@@ -111,8 +114,12 @@ def test_the_sentences_on_decay_and_precision(rows, apart):
         assert abs(apart(mixed, copies)) < 2
         cost[name] = f"{mean_loss(low) - mean_loss(mixed):.2f}"
         assert (apart(mixed, low) > 2) == (name != "muon")
-    assert cost["nora"] == "0.03"
     assert {cost[name] for name in ("rmnp", "mano", "adamw")} == {"0.01", "0.02"}
+    assert f"costs Nora {cost['nora']}, RMNP, Mano and AdamW 0.01 to 0.02, Muon nothing" in TEXT
+    plain, decayed = (
+        mean_loss(yardstick.at_best(rows, "nora", steps=10_000, weight_decay=x)) for x in (0.0, 0.1)
+    )
+    assert f"Decay costs Nora {decayed - plain:.2f} here" in TEXT
 
 
 def test_the_other_sentences(rows, best, apart):
@@ -141,31 +148,160 @@ def test_the_other_sentences(rows, best, apart):
     assert f"look-ahead gains {options.pop(('momentum 1.0', '0.002')) - plain:.3f}" in TEXT
     width = options.pop(("row_scale width, base_fan_in 512", "0.002"))
     assert f"default scale {width - plain:.3f} on `width`" in TEXT
+    low, _, high = (
+        mean_loss(yardstick.at_best(rows, "nora", row_scale="rms", learning_rate=x))
+        for x in (0.00025, 0.0005, 0.001)
+    )
+    assert f"at half and at twice that it ends at {low:.3f} and {high:.3f}" in TEXT
+    mano = mean_loss(yardstick.at_best(rows, "mano", seed=0, weight_decay=0.0))
+    nora = mean_loss(yardstick.at_best(rows, "nora", seed=0, momentum=1.0))
+    assert f"Nora ends at {nora:.3f}, and Mano, which has none, at {mano:.3f}" in TEXT
     two = 2 * math.sqrt(2) * yardstick.noise(rows)
     assert all(abs(loss - plain) < two for loss in options.values())
 
 
-def test_what_the_scripts_cost(rows, best, apart):
-    def at(name, other, precision="bfloat16"):
-        decay = 0.1 if precision == "mixed" else 0.0
-        fields = {"adam_learning_rate": other, "precision": precision, "weight_decay": decay}
-        return yardstick.at_best(rows, name, **fields)
+@pytest.fixture(scope="module")
+def between(rows):
+    """The difference of two groups of runs with its standard error, as the page has it."""
 
-    def cost(low, high):
-        return f"{mean_loss(high) - mean_loss(low):.2f}"
+    def text(low: list[dict], high: list[dict]) -> str:
+        error = yardstick.noise(rows) * math.sqrt(1 / len(low) + 1 / len(high))
+        return f"{mean_loss(high) - mean_loss(low):.3f} ± {error:.3f}"
 
-    copies = "bfloat16_master"
-    assert {cost(best[name], at(name, 0.01)) for name in ("muon", "rmnp")} == {"0.04"}
-    assert abs(apart(best["nora"], at("nora", 0.01, copies))) < 2
-    low, high = (
-        cost(best["muon"], at("muon", 0.001, "mixed")),
-        cost(at("muon", 0.01), at("muon", 0.001)),
+    return text
+
+
+def tuned_and_scripts(rows: list[dict], steps: int) -> tuple[dict, dict]:
+    """The runs of each, tuned and with the settings of the paper's scripts."""
+    names = ("nora", "mano", "rmnp", "muon")
+    tuned = {name: yardstick.at_best(rows, name, steps=steps) for name in names}
+    scripts = {
+        name: yardstick.at_best(rows, name, steps=steps, **comparison.scripts(name))
+        for name in names
+    }
+    return tuned, scripts
+
+
+def test_the_settings_of_the_scripts_turn_the_order_around(rows, apart, between):
+    tuned, scripts = tuned_and_scripts(rows, 10_000)
+    assert not tuned.pop("mano")
+    assert not scripts.pop("mano")
+    assert all(len(runs) == 1 for groups in (tuned, scripts) for runs in groups.values())
+    for groups, order in ((scripts, ("nora", "rmnp", "muon")), (tuned, ("muon", "rmnp", "nora"))):
+        first, second, third = (groups[name] for name in order)
+        assert apart(first, second) > 2
+        assert apart(second, third) > 2
+    nora, rmnp, muon = scripts.values()
+    assert (
+        f"Nora is {between(nora, rmnp)} before RMNP, and RMNP {between(rmnp, muon)} before Muon"
+    ) in TEXT
+    assert f"Nora is {between(nora, muon)} before Muon; tuned" in TEXT
+    nora, rmnp, muon = tuned.values()
+    assert (
+        f"Muon is {between(muon, rmnp)} before RMNP, and RMNP {between(rmnp, nora)} before Nora"
+    ) in TEXT
+    assert f"tuned, Muon is {between(muon, nora)} before Nora" in TEXT
+
+
+def test_what_the_scripts_cost(rows, apart, between):
+    tuned, scripts = tuned_and_scripts(rows, 10_000)
+    assert (
+        f"They cost Muon {between(tuned['muon'], scripts['muon'])} "
+        f"and RMNP {between(tuned['rmnp'], scripts['rmnp'])}. "
+        f"Nora gains {between(scripts['nora'], tuned['nora'])}"
+    ) in TEXT
+    assert apart(scripts["nora"], tuned["nora"]) > 2
+
+    tuned, scripts = tuned_and_scripts(rows, 3000)
+    assert all(len(runs) == 2 for runs in scripts.values())
+    assert abs(apart(tuned["nora"], scripts["nora"])) < 2
+    cost = {name: between(tuned[name], scripts[name]) for name in ("muon", "rmnp", "mano")}
+    assert all(text.endswith(" ± 0.003") for text in cost.values())
+    muon, rmnp, mano = (text.split()[0] for text in cost.values())
+    assert f"cost Muon {muon}, RMNP {rmnp} and Mano {mano}, each ± 0.003" in TEXT
+    assert abs(apart(scripts["muon"], scripts["mano"])) < 2
+    for name in ("muon", "mano"):
+        assert apart(scripts["nora"], scripts[name]) > 2
+        assert apart(scripts[name], scripts["rmnp"]) > 2
+
+
+def test_it_takes_both_settings_to_put_muon_last(rows, apart, between):
+    _, scripts = tuned_and_scripts(rows, 3000)
+    other = {"precision": "mixed", "weight_decay": 0.1}
+    settings = comparison.scripts("muon")
+    rate, precision = (
+        yardstick.at_best(rows, "muon", **settings | fields)
+        for fields in (other, {"adam_learning_rate": 0.005})
     )
-    assert f"0.001 costs Muon {low} in float32, and {high} in bfloat16" in TEXT
-    nora, muon = at("nora", 0.005, copies), at("muon", 0.001)
-    assert apart(nora, muon) > 2
-    behind, before = cost(nora, muon), cost(best["muon"], best["nora"])
-    assert f"Muon is {behind} behind Nora with those of its own; tuned it is {before}" in TEXT
+    before = [between(runs, scripts["nora"]) for runs in (rate, precision)]
+    assert all(text.endswith(" ± 0.003") for text in before)
+    rate, precision = (text.split()[0] for text in before)
+    assert f"After 3,000 steps with AdamW's rate of 0.001 alone it is {rate} before it" in TEXT
+    assert f"of the others, {precision}, each ± 0.003" in TEXT
+
+
+def test_how_far_the_last_steps_fall(rows):
+    falls = []
+    for groups in tuned_and_scripts(rows, 10_000):
+        for name in ("muon", "rmnp", "nora"):
+            losses = {step: loss for step, loss, _ in groups[name][0]["held_out"]}
+            falls.append(f"{losses[8000] - losses[10_000]:.3f}")
+    muon, rmnp, nora, *scripts = falls
+    assert "Muon falls by {}, RMNP by {}, Nora by {}".format(*scripts) in TEXT
+    assert f"tuned, by {muon}, {rmnp} and {nora}" in TEXT
+
+
+def test_who_is_lowest_along_the_long_runs(rows):
+    names = ("muon", "adamw", "rmnp", "nora")
+    losses = {
+        name: {step: loss for step, loss, _ in run["held_out"]}
+        for name in names
+        for run in yardstick.at_best(rows, name, steps=10_000)
+    }
+
+    def in_order(step):
+        return sorted(names, key=lambda name: losses[name][step])
+
+    assert all(in_order(step)[::3] == ["muon", "nora"] for step in range(500, 2001, 500))
+    assert {in_order(step)[0] for step in range(2500, 7501, 500)} == {"adamw"}
+    assert in_order(10_000)[0] == "muon"
+    second = losses[in_order(1000)[1]][1000] - losses["muon"][1000]
+    assert f"Muon is lowest, by {second:.2f} at step 1,000" in TEXT
+
+
+def test_the_parabola_hardly_needs_any_of_its_lengths(rows, best):
+    def more(rows):
+        texts = (yardstick.more_steps(rows, best[name]) for name in best if name != "muon")
+        return [int(text.split(" ±")[0]) for text in texts]
+
+    full = more(rows)
+    *shorter, _ = yardstick.muon_by_steps(rows)
+    for length in shorter:
+        fewer = more([row for row in rows if row["run"]["steps"] != length])
+        assert all(abs(a - b) <= 1 for a, b in zip(full, fewer, strict=True))
+
+
+def test_the_readme_has_the_numbers_of_the_table(rows, best):
+    readme = (yardstick.DOCS.parent / "README.md").read_text("utf-8")
+    head, *lines = (
+        line.strip("| ").split(" | ") for line in readme.splitlines() if line.startswith("|")
+    )
+    names = [name.lower() for name in head[1:]]
+    table = {line[0]: line for line in comparison.main(rows)}
+    said = {line[0]: dict(zip(names, line[1:], strict=False)) for line in lines}
+    for name in names:
+        assert said["held-out loss"][name] == f"{mean_loss(best[name]):.3f}"
+        more = said["more steps than Muon for the same loss"].get(name, "0 %")
+        assert more == f"{int(table[name][2].split()[0])} %"
+
+
+def test_tokens_for_each_parameter_and_passes_over_the_text():
+    width, mlp, layers, vocabulary = 512, 1376, 8, 32_000
+    size = 2 * vocabulary * width + layers * (4 * width**2 + 3 * width * mlp)
+    assert f"LLaMA of {size / 1e6:.0f}M parameters" in TEXT
+    few, usual, long = (n / size for n in (600 * 65_536, 3000 * 16_384, 10_000 * 16_384))
+    assert f"{few:.1f} to {usual:.2f} tokens for each parameter, and {long:.1f} in" in TEXT
+    assert f"({10_000 / comparison.PASS:.1f} passes over the text" in TEXT
 
 
 def test_the_lengths_of_muon_are_those_that_were_run(rows):

@@ -45,12 +45,14 @@ OPTIONS = {
     "row_scale width, base_fan_in 512": {"row_scale": "width"},
     "momentum 1.0": {"momentum": 1.0},
 }
-SCRIPTS = [("muon", "mixed", 0.1, x, 0.01) for x in (0.01, 0.005, 0.001)]
-SCRIPTS += [("muon", "bfloat16", 0.0, x, 0.01) for x in (0.01, 0.005, 0.001)]
-SCRIPTS += [("rmnp", "bfloat16", 0.0, x, 0.004) for x in (0.01, 0.005)]
-SCRIPTS += [("mano", "bfloat16", 0.0, 0.005, 0.002)]
-SCRIPTS += [("nora", "bfloat16_master", 0.0, x, 0.002) for x in (0.01, 0.005)]
-SCRIPTS += [("nora", "bfloat16_master", 0.0, 0.005, 0.004)]
+TOWARDS_SCRIPTS = [("muon", "mixed", 0.1, x, 0.01) for x in (0.01, 0.005, 0.001)]
+TOWARDS_SCRIPTS += [("muon", "bfloat16", 0.0, x, 0.01) for x in (0.01, 0.005, 0.001)]
+TOWARDS_SCRIPTS += [("rmnp", "mixed", 0.1, 0.01, 0.004)]
+TOWARDS_SCRIPTS += [("rmnp", "bfloat16", 0.0, x, 0.004) for x in (0.01, 0.005)]
+TOWARDS_SCRIPTS += [("mano", "mixed", 0.1, 0.01, 0.002), ("mano", "bfloat16", 0.0, 0.005, 0.002)]
+TOWARDS_SCRIPTS += [("nora", "mixed", 0.0, 0.01, 0.002)]
+TOWARDS_SCRIPTS += [("nora", "bfloat16_master", 0.0, x, 0.002) for x in (0.01, 0.005)]
+TOWARDS_SCRIPTS += [("nora", "bfloat16_master", 0.0, 0.005, 0.004)]
 HEAD = {
     "main": ("optimizer", "held-out loss", "more steps than Muon", "rate", "AdamW's rate", "tried"),
     "noise": ("seeds of", "runs", "standard deviation", "two runs apart", "means of two apart"),
@@ -60,7 +62,10 @@ HEAD = {
     "settings": ("optimizer", "decay 0", "decay 0.1", "bfloat16, float32 copies", "bfloat16"),
     "large": ("optimizer", "rate", "held-out loss", "other rates"),
     "long": ("optimizer", "weight decay", "held-out loss", "training loss", "tokens/s"),
-    "paper": ("optimizer", "parameters", "decay", "AdamW's rate", "rate", "3,000 steps", "10,000"),
+    "paper": (
+        *("optimizer", "settings", "parameters", "decay", "AdamW's rate", "rate"),
+        *("3,000 steps", "10,000"),
+    ),
 }
 
 
@@ -192,14 +197,27 @@ def long(rows: list[dict]) -> list[tuple[str, ...]]:
     return lines
 
 
+def scripts(name: str) -> dict:
+    """What the paper's scripts give an optimizer."""
+    return {
+        "precision": "bfloat16_master" if name == "nora" else "bfloat16",
+        "weight_decay": 0.0,
+        "adam_learning_rate": 0.001 if name == "muon" else 0.005,
+    }
+
+
 def paper(rows: list[dict]) -> list[tuple[str, ...]]:
-    """Towards what the paper's scripts give each optimizer."""
+    """From the tuned settings to those of the paper's scripts."""
     lines = []
-    for name, precision, decay, other, own in SCRIPTS:
-        fields = {"optimizer": name, "precision": precision, "weight_decay": decay}
-        fields |= {"adam_learning_rate": other, "learning_rate": own}
-        ends = (with_error(rows, pick(rows, **fields, steps=steps)) for steps in (3000, 10_000))
-        lines.append((name, PARAMETERS[precision], f"{decay:g}", f"{other:g}", f"{own:g}", *ends))
+    for name, precision, decay, other, own in TOWARDS_SCRIPTS:
+        fields = {"precision": precision, "weight_decay": decay, "adam_learning_rate": other}
+        label = "scripts" if fields == scripts(name) else ""
+        fields |= {"optimizer": name, "learning_rate": own}
+        runs = pick(rows, **fields)
+        label = "tuned" if runs == seeds_of_best(rows, name) else label
+        ends = (with_error(rows, some) for some in (runs, pick(rows, **fields, steps=10_000)))
+        numbers = (f"{x:g}" for x in (decay, other, own))
+        lines.append((name, label, PARAMETERS[precision], *numbers, *ends))
     return lines
 
 
@@ -249,49 +267,58 @@ def draw_rates(rows: list[dict], out: Path) -> None:
 
 
 def draw_long(rows: list[dict], out: Path) -> None:
-    """Held-out loss of the long run against steps, as a distance from Muon's at the same step."""
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = figure.subplots()
-    by_name = {row["name"]: row for row in pick(rows, steps=10_000) if usual_decay(row)}
-    base = {step: loss for step, loss, _ in by_name["muon"]["held_out"]}
-    for name in OPTIMIZERS:
-        if name in by_name:
-            points = [(step, loss - base[step]) for step, loss, _ in by_name[name]["held_out"]]
-            axes.plot(*zip(*points, strict=True), ".-", label=name, color=COLORS[name])
-    for passes in (1, 2):
-        axes.axvline(passes * PASS, color="grey", lw=0.8, ls=":")
-    axes.set(xlabel="step (dotted: the text is read again)", ylabel="held-out loss above Muon's")
-    axes.legend()
+    """Held-out loss after warm-up of the longest runs, as a distance from tuned Muon's."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    (muon,) = at_best(rows, "muon", steps=10_000)
+    base = {step: loss for step, loss, _ in muon["held_out"] if step >= muon["run"]["warmup"]}
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, title, settings_of in (
+        (panels[0], "tuned", lambda _: {}),
+        (panels[1], "settings of the paper's scripts", scripts),
+    ):
+        for name in OPTIMIZERS:
+            for row in at_best(rows, name, steps=10_000, **settings_of(name)):
+                points = [(step, loss) for step, loss, _ in row["held_out"] if step in base]
+                points = [(step, loss - base[step]) for step, loss in points]
+                axes.plot(*zip(*points, strict=True), ".-", label=name, color=COLORS[name])
+        for passes in (1, 2):
+            axes.axvline(passes * PASS, color="grey", lw=0.8, ls=":")
+        axes.axhline(0, color="grey", lw=0.8)
+        axes.set(title=title, xlabel="step (dotted: the text is read again)")
+        axes.legend()
+    panels[0].set_ylabel("held-out loss above tuned Muon's")
     _save(figure, out)
 
 
 def draw_paper(rows: list[dict], out: Path) -> None:
-    """From the tuned settings to those of the paper's scripts, one after the other."""
-    copies = [row["run"] for row in rows if row["run"]["precision"] == "bfloat16_master"]
-    lengths = sorted({run["steps"] for run in copies})
-    figure = Figure(figsize=(5.5 * len(lengths), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
-    labels = ("tuned", "precision and decay\nof the scripts", "and their rate\nof AdamW")
-    for axes, steps in zip(panels, lengths, strict=True):
+    """From the tuned settings to those of the paper's scripts."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    halfway = {"adam_learning_rate": 2 * TUNED_AT}
+    tuned, part, whole = (
+        "tuned",
+        "precision and decay\nof the scripts",
+        "all settings\nof the scripts",
+    )
+    steps_and_stages = {3000: (tuned, part, whole), 10_000: (tuned, whole)}
+    panels = figure.subplots(1, 2, width_ratios=[len(x) for x in steps_and_stages.values()])
+    for axes, (steps, stages) in zip(panels, steps_and_stages.items(), strict=True):
         for name in ("nora", "mano", "rmnp", "muon"):
-            stages = [at_best(rows, name, steps=steps)]
-            for other in (0.01, 0.001 if name == "muon" else 0.005):
-                low = {"precision": "bfloat16_master" if name == "nora" else "bfloat16"}
-                low |= {"weight_decay": 0.0, "adam_learning_rate": other}
-                stages.append(at_best(rows, name, steps=steps, **low))
-            run = [(x, runs) for x, runs in enumerate(stages) if runs]
+            settings_of = {tuned: {}, part: scripts(name) | halfway, whole: scripts(name)}
+            runs = [at_best(rows, name, steps=steps, **settings_of[stage]) for stage in stages]
+            if not all((runs[0], runs[-1])):
+                continue
             axes.errorbar(
-                [x for x, _ in run],
-                [mean_loss(runs) for _, runs in run],
-                [2 * noise(rows) / math.sqrt(len(runs)) for _, runs in run],
+                [x for x, some in enumerate(runs) if some],
+                [mean_loss(some) for some in runs if some],
+                [2 * noise(rows) / math.sqrt(len(some)) for some in runs if some],
                 fmt="o-",
                 label=name,
                 color=COLORS[name],
             )
-        axes.set_xticks(range(3), labels)
-        axes.set(title=f"{steps:,} steps; bars: twice the standard error", xlim=(-0.4, 2.4))
-    figure.axes[0].set_ylabel("held-out loss")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        axes.set_xticks(range(len(stages)), stages)
+        axes.set(title=f"{steps:,} steps", xlim=(-0.4, len(stages) - 0.6))
+    panels[0].set_ylabel("held-out loss; bars: two standard errors")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     _save(figure, out)
 
 
