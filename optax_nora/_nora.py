@@ -125,8 +125,8 @@ def nora(
       mu_dtype: dtype that first moments are stored in. None: the parameter's for matrices, float32
         at the least for AdamW.
       block_rows: rows of a matrix that are made orthonormal together: see `row_orthonormalize`.
-        None, or 1: each row by itself, as in the paper. 128 keeps most of Muon's quality: see
-        docs/blocks.md.
+        None, or 1: each row by itself, as in the paper. 128 keeps most of Muon's quality, half of
+        the model's width all of it: see docs/blocks.md.
       project: whether rows lose their part along the weight, as in the paper. With blocks and
         weight decay, False trains better.
       row_scale: ``"fan_ratio"``, ``"unit"``, ``"width"`` or ``"rms"``: see `scale_by_row_shape`.

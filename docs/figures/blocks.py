@@ -22,9 +22,6 @@ SIZES = ("60m", "350m")
 HEAD = ("learning rate", "held-out loss", "other rates", "ms a step", "of AdamW's")
 
 
-ADAMW = [{"name": "AdamW"}]
-
-
 def load(size: str) -> list[dict]:
     """The rows of a model, each with its loss and its name."""
     rows = records.read(RESULTS / f"{size}.jsonl")
@@ -54,6 +51,12 @@ def milliseconds(size: str, runs: list[dict]) -> float | None:
     return min((1e3 * row["seconds"] / row["run"]["steps"] for row in own), default=None)
 
 
+def times_adamw(size: str, runs: list[dict]) -> float | None:
+    """The time of a training step over AdamW's."""
+    took, adamw = milliseconds(size, runs), milliseconds(size, [{"name": "AdamW"}])
+    return took / adamw if took and adamw else None
+
+
 def table(size: str) -> list[str]:
     rows = load(size)
     lines = []
@@ -65,7 +68,7 @@ def table(size: str) -> list[str]:
             for row in rows
             if row["name"] == label and row["run"]["learning_rate"] != rate
         )
-        took = milliseconds(size, runs)
+        took, times = milliseconds(size, runs), times_adamw(size, runs)
         lines.append(
             (
                 label,
@@ -73,7 +76,7 @@ def table(size: str) -> list[str]:
                 ", ".join(f"{row['held_out_loss']:.4f}" for row in runs),
                 ", ".join(f"{r:g}: {loss:.4f}" for r, loss in others) or "none",
                 f"{took:.1f}" if took else "not timed",
-                f"{took / milliseconds(size, ADAMW):.2f}" if took else "",
+                f"{times:.2f}" if times else "",
             )
         )
     lines.sort(key=lambda line: float(line[2].split(",")[0]), reverse=True)
@@ -87,10 +90,11 @@ def in_the_time_of_adamw(label: str) -> tuple[float, float]:
     lengths: its loss is a parabola in the logarithm of its steps.
     """
     runs = best_runs(load("60m"), label)
-    taken = runs[0]["run"]["steps"]
+    taken, times = runs[0]["run"]["steps"], times_adamw("60m", runs)
+    assert times is not None, label
     muon = yardstick.muon_by_steps(yardstick.load())
     fit = np.polyfit(np.log(list(muon)), [mean_loss(group) for group in muon.values()], 2)
-    steps = taken * milliseconds("60m", ADAMW) / milliseconds("60m", runs)
+    steps = taken / times
     return steps, mean_loss(runs) + np.polyval(fit, np.log(steps)) - np.polyval(fit, np.log(taken))
 
 
@@ -128,9 +132,8 @@ def draw_curve(path: Path) -> None:
         points[label] = (
             min(runs[0]["run"]["block_rows"], width),
             mean_loss(runs),
-            milliseconds("60m", runs),
+            times_adamw("60m", runs),
         )
-    base = points["AdamW"][2]
     curve = sorted(
         v for k, v in points.items() if k.startswith(("blocks", "Nora")) and "," not in k
     )
@@ -141,14 +144,12 @@ def draw_curve(path: Path) -> None:
         against_rows.annotate(label, (1.1, points[label][1] + 0.003), color=color)
     against_rows.set_xscale("log", base=2)
     against_rows.set(xlabel="rows in a block", ylabel="held-out loss, nats a token")
-    for label, (_, loss, took) in points.items():
-        if took and "projected" not in label:
-            against_time.plot(took / base, loss, "o", color=COLORS[1])
-            by = (-28, -4) if label == "Muon" else (6, -4)
-            against_time.annotate(
-                label, (took / base, loss), by, textcoords="offset points", color=GRAY
-            )
-    against_time.set(xlabel="time of a training step, AdamW's = 1", xlim=(0.95, 2.0))
+    for label, (_, loss, times) in points.items():
+        if times and "projected" not in label:
+            against_time.plot(times, loss, "o", color=COLORS[1])
+            by = {"Muon": (6, 2), "blocks of 256": (6, -9)}.get(label, (6, -4))
+            against_time.annotate(label, (times, loss), by, textcoords="offset points", color=GRAY)
+    against_time.set(xlabel="time of a training step, AdamW's = 1", xlim=(0.98, 1.25))
     for axes in (against_rows, against_time):
         axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None}, transparent=True)

@@ -80,6 +80,7 @@ class Report:
         path = folder / METRICS if jax.process_index() == 0 else Path(os.devnull)
         kept = _until(done, path)
         self.seconds = kept[-1]["seconds"] if kept else 0.0
+        self.timed_steps, self.timed_seconds = 0, 0.0  # of this process, the first step left out
         self.file = path.open("a")
         on = config.tensorboard and jax.process_index() == 0
         self.board = open_board(folder / "tensorboard", done) if on else None
@@ -118,9 +119,11 @@ class Report:
     def training(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """The metrics of a step, for which this waits."""
         values = {name: value.item() for name, value in metrics.items() if name != "bad"}
-        passed = time.perf_counter() - self.clock
-        speed = (step - self.timed_step) * self.tokens_a_step / passed
+        passed, steps = time.perf_counter() - self.clock, step - self.timed_step
+        speed = steps * self.tokens_a_step / passed
         self.seconds += passed
+        self.timed_seconds += passed
+        self.timed_steps += steps
         self.restart_clock(step)
         values["tokens_per_second"] = round(speed)
         shown = f"{speed:,.0f} tokens/s"
@@ -140,8 +143,10 @@ class Report:
         say(f"step {step:>6,}: held-out loss {text}")
 
     def optimizer(self, step: int, seconds: float) -> None:
-        """The optimizer's part of a step."""
-        whole = self.seconds / step
+        """The optimizer's part of a step, where one was timed."""
+        if not self.timed_steps:
+            return
+        whole = self.timed_seconds / self.timed_steps
         self.write(step, optimizer_seconds=seconds, optimizer_share=round(seconds / whole, 4))
         say(f"a step takes {whole:.3g} s, {100 * seconds / whole:.1f} % of it the optimizer")
 

@@ -183,9 +183,12 @@ class Trainer:
             others = sum(leaf.size for leaf in jax.tree.leaves(params)) - matrices
             say(f"{config.optimizer}: {matrices:,} parameters of matrices; adamw: {others:,}")
         elif jax.process_index() == 0:
-            row_scale = config.row_scale or "fan_ratio"
             optax_nora.summarize(
-                params, numbers, row_scale=row_scale, base_fan_in=config.base_fan_in
+                params,
+                numbers,
+                row_scale=config.row_scale or "fan_ratio",
+                base_fan_in=config.base_fan_in,
+                block_rows=config.block_rows if config.block_rows > 1 else None,
             )
         axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         say(f"{self.optimizer}; mesh: {axes}; {config.precision}")

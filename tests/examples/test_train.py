@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -344,6 +345,18 @@ def test_the_optimizer_is_timed(small, replaced):
     last = json.loads(path.read_text().splitlines()[-1])
     assert last["optimizer_seconds"] > 0
     assert last["optimizer_share"] > 0
+
+
+def test_one_step_alone_is_compiled_and_not_timed(small, replaced):
+    config = replaced(small, steps=1)
+    train(config)
+    path = config.out / config.name / "metrics.jsonl"
+    assert "optimizer_share" not in path.read_text()
+
+
+def test_blocks_are_in_the_table_of_what_is_trained(small, corpus, replaced, capsys):
+    Trainer(replaced(small, block_rows=16), corpus).show()
+    assert re.search(r" \d+ x 16, [\d,]+ ops", capsys.readouterr().out)
 
 
 def test_nora_steps_the_parameters_itself_as_optax_would(small, replaced, corpus):
