@@ -225,11 +225,13 @@ def _mix_local(u: Array, rows: Rows, size: int) -> Array:
 
 
 def _have_tensor_cores() -> bool:
-    """Whether the GPUs here multiply bfloat16 and tf32: A100 and later."""
-    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8
+    """Whether the GPUs here multiply bfloat16 and tf32: NVIDIA's from A100 on."""
+    major = getattr(jax.devices()[0], "compute_capability", "").partition(".")[0]
+    return major.isdigit() and int(major) >= 8  # AMD's are such as gfx942
 
 
 def _mix_blocks(u: Array, rows: Rows, size: int, by: Precisions) -> Array:
+    """`_mix_local` with products of these precisions."""
     (axis,) = rows.output
     whole = u.shape[axis] // size * size
     parts = [
@@ -239,7 +241,8 @@ def _mix_blocks(u: Array, rows: Rows, size: int, by: Precisions) -> Array:
     # Axes by number: `axis` numbers blocks, the next one a block's rows, one more its columns.
     axes = tuple(range(u.ndim + 1))
     batch = (*(a + (a > axis) for a in rows.batch(u.ndim)), axis)
-    first = batch if by is TENSOR_CORES else ()  # where a GPU would move them for each product
+    # For tensor cores XLA moves these axes to the front, once for each product if not once here.
+    first = batch if by is TENSOR_CORES else ()
     order = (*first, *(a for a in axes if a not in first))
     back = sorted(axes, key=order.__getitem__)
     parts = [jnp.transpose(part, order) for part in parts]

@@ -212,9 +212,11 @@ def test_the_order_of_axes_for_tensor_cores_is_no_other_step(name, monkeypatch):
     np.testing.assert_allclose(got, want, atol=1000 * EPS)
 
 
-@pytest.mark.parametrize("capability", ["7.5", "8.0", "9.0"])
-def test_what_gpus_multiply(capability, monkeypatch):
-    """float32 on the oldest; from A100 on three products of bfloat16, and of tf32 at the end."""
+@pytest.mark.parametrize(
+    ("capability", "fast"), [("7.5", False), ("gfx942", False), ("8.0", True), ("10.0", True)]
+)
+def test_what_gpus_multiply(capability, fast, monkeypatch):
+    """float32 on the oldest and AMD's; from A100 on bfloat16 thrice, and tf32 at the end."""
 
     class Device:
         compute_capability = capability
@@ -228,9 +230,8 @@ def test_what_gpus_multiply(capability, monkeypatch):
     gpu, cpu = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "cpu"))
     assert "algorithm" not in cpu
     # The Gram matrix, ten products of its size, and the last one; then seven that may be rough.
-    new = capability != "7.5"
-    assert gpu.count("num_primitive_operations = 3") == (12 if new else 0)
-    assert gpu.count("lhs_precision_type = tf32") == (7 if new else 0)
+    assert gpu.count("num_primitive_operations = 3") == (12 if fast else 0)
+    assert gpu.count("lhs_precision_type = tf32") == (7 if fast else 0)
 
 
 @hypothesis.given(
