@@ -310,6 +310,44 @@ def test_hard_blocks(name, dtype):
     np.testing.assert_allclose(np.linalg.norm(d[~zero], axis=1), 1, rtol=4 * EPS)
 
 
+class TensorCores:
+    """jax.numpy whose products are those of a GPU."""
+
+    def __getattr__(self, name):
+        return getattr(jnp, name)
+
+    def matmul(self, x, y, precision):
+        return self.einsum(x, (..., 0, 1), y, (..., 1, 2), (..., 0, 2), precision=precision)
+
+    def einsum(self, x, of_x, y, of_y, out, precision):
+        def times(x, y):
+            return jnp.einsum(x, of_x, y, of_y, out, precision="highest")
+
+        if precision is _blocks.TENSOR_CORES.exact:
+            (a, b), (c, d) = map(self.halves, (x, y))
+            return times(a, c) + (times(a, d) + times(b, c))
+        assert precision is _blocks.TENSOR_CORES.rough
+        return times(self.tf32(x), self.tf32(y))
+
+    def halves(self, x):
+        high = jax.lax.reduce_precision(x, 8, 7)
+        return high, jax.lax.reduce_precision(x - high, 8, 7)
+
+    def tf32(self, x):
+        """Of 10 bits, cut off: what is further off than rounding."""
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_blocks_on_tensor_cores(name, monkeypatch):
+    unit = np.float32(reference.normalize(HARD[name]))
+    monkeypatch.setattr(_blocks, "jnp", TensorCores())
+    mix = functools.partial(_blocks._mix_blocks, rows=LAST, size=len(unit))
+    after = jax.jit(functools.partial(mix, by=_blocks.TENSOR_CORES))(unit)
+    assert_in_interval(np.float64(unit), np.float64(after))
+
+
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("n", [160, 10_000])
 def test_no_eigenvalue_of_a_gram_matrix_is_negative_on_the_way(name, n):
