@@ -27,7 +27,9 @@ SETS = {
 SetName = Literal["tiny", "60M", "135M", "350M", "1B", "7B"]
 OptimizerName = Literal["adamw", "nora", "muon", "muon-bfloat16"]
 # Nora's update by XLA or by kernels, both with `optax.apply_updates`, and its whole step.
-StepName = Literal["adamw", "nora", "nora-pallas", "step", "step-xla", "muon", "muon-bfloat16"]
+StepName = Literal[
+    "adamw", "nora", "nora-pallas", "step", "step-xla", "step-pallas", "muon", "muon-bfloat16"
+]
 Layout = Literal["leaves", "stacked"]  # one leaf a matrix, or one leaf for all layers
 RowsAlong = Literal["first", "last"]  # Flax kernels (in, out), or (out, in) as in PyTorch
 

@@ -2,10 +2,11 @@
 
 Update and `optax.apply_updates` together, on the matrices of a LLaMA, against the least memory
 traffic that Nora could do with: read gradient, momentum and weight, write momentum and weight.
-"nora" and "nora-pallas" are its ``update`` by XLA and by kernels; "step" and "step-xla" are its
-``step``, which writes no updates, with ``backend="auto"`` and with XLA alone.
+"nora" and "nora-pallas" are its ``update`` by XLA and by kernels; "step", "step-xla" and
+"step-pallas" are its ``step``, which writes no updates, by each backend.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
 
 from benchmarks import measure
 from benchmarks.sets import (
@@ -85,17 +88,18 @@ def parameters(shapes: dict[str, tuple[int, ...]], dtype: Any, seed: int) -> dic
     }
 
 
-def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+def stepper(
+    chosen: StepName, numbers: MuonDimensionNumbers, block_rows: int | None
+) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
     """The state for parameters, and ``step((params, state), grads)``."""
-    numbers = dimension_numbers(case.layout, case.rows)
-    block_rows = case.block_rows or 1
-    if case.optimizer in ("step", "step-xla"):
-        stepping = nora(numbers, block_rows, "xla" if case.optimizer == "step-xla" else "auto")
+    block_rows = block_rows or 1
+    if chosen in ("step", "step-xla", "step-pallas"):
+        stepping = nora(numbers, block_rows, chosen.partition("-")[2] or "auto")
         return stepping.init, lambda carry, grads: stepping.step(grads, carry[1], carry[0])
-    if case.optimizer == "nora-pallas":
+    if chosen == "nora-pallas":
         tx = nora(numbers, block_rows, "pallas")
     else:
-        tx = optimizer(case.optimizer, numbers, block_rows)
+        tx = optimizer(chosen, numbers, block_rows)
 
     def step(carry: Any, grads: Any) -> Any:
         params, state = carry
@@ -105,9 +109,32 @@ def stepper(case: Case) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]
     return tx.init, step
 
 
+def compiled_for(
+    topology: Any,
+    stepped: tuple[Callable[[Any], Any], Callable[[Any, Any], Any]],
+    shapes: dict[str, tuple[int, ...]],
+) -> tuple[Any, float]:
+    """The program of what `stepper` gives, in float32, for a device that is not here.
+
+    And the seconds that it took to compile.
+    """
+    init, step = stepped
+    place = NamedSharding(Mesh(topology.devices[:1], ("one",)), PartitionSpec())
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    params = placed({name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()})
+    state = placed(jax.eval_shape(init, params))
+    start = time.perf_counter()
+    program = jax.jit(step, donate_argnums=0).lower((params, state), params).compile()
+    return program, time.perf_counter() - start
+
+
 def run(case: Case, args: Args, bandwidth: float) -> dict[str, Any]:
     shapes = matrices(SETS[case.set], case.layout, case.rows)
-    init, step = stepper(case)
+    numbers = dimension_numbers(case.layout, case.rows)
+    init, step = stepper(case.optimizer, numbers, case.block_rows)
     params, grads = (parameters(shapes, args.dtype, seed) for seed in (0, 1))
     weights = sum(p.size for p in params.values())
     state = jax.jit(init)(params)

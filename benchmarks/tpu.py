@@ -10,25 +10,20 @@ import multiprocessing
 import os
 import re
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 import tyro
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import optax_nora
 from benchmarks import measure
-from benchmarks.sets import Llama, RowsAlong, dimension_numbers, matrices, nora, optimizer
+from benchmarks.sets import Llama, RowsAlong, StepName, dimension_numbers, matrices
+from benchmarks.step import compiled_for, stepper
 from optax_nora._tpu_kernels import LANES
 
-Name = Literal["adamw", "nora-xla", "nora-pallas", "muon-bfloat16"]
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _SHAPE = re.compile(r"= \(\w+\[(\d+),(\d+),(\d+)\]")  # of the first of several results
@@ -46,7 +41,8 @@ class Args:
     """Of the model."""
     mlp_width: int = 5632
     """Of the model."""
-    optimizers: tuple[Name, ...] = ("adamw", "nora-xla", "nora-pallas", "muon-bfloat16")
+    optimizers: tuple[StepName, ...] = ("adamw", "step-xla", "step-pallas", "muon-bfloat16")
+    """As for `benchmarks.step`."""
     rows: tuple[RowsAlong, ...] = ("first", "last")
     """Rows along the first axis, as in a Flax kernel (in, out), or along the last."""
     block_rows: tuple[int, ...] = (1, 128)
@@ -57,7 +53,7 @@ class Args:
 
 class Case(NamedTuple):
     rows: RowsAlong
-    optimizer: Name
+    optimizer: StepName
     block_rows: int | None  # None: no Nora
 
 
@@ -90,7 +86,7 @@ def scheduled(folder: Path, rows: RowsAlong, block_rows: int) -> dict[tuple[int,
 
 def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
     """One case, in a process of its own: libtpu reads what it is told when it is loaded."""
-    kernels = case.optimizer == "nora-pallas"
+    kernels = case.optimizer == "step-pallas"
     dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true" if kernels else ""
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
     os.environ |= {
@@ -107,30 +103,11 @@ def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
         raise SystemExit(
             f"error: cannot compile for {args.topology}: {reason}; is libtpu installed?"
         ) from None
-    place = NamedSharding(Mesh(topology.devices[:1], ("tpu",)), PartitionSpec())
-    numbers, block_rows = dimension_numbers("stacked", case.rows), case.block_rows or 1
-    if case.optimizer in ("nora-xla", "nora-pallas"):
-        tx = nora(numbers, block_rows, case.optimizer.removeprefix("nora-"))
-    else:
-        tx = optimizer(case.optimizer, numbers)
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        if isinstance(tx, optax_nora.StepTransformation):
-            return tx.step(grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-
+    stepped = stepper(case.optimizer, dimension_numbers("stacked", case.rows), case.block_rows)
     shapes = matrices(model(args), "stacked", case.rows)
-    params = placed({k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()})
-    state = placed(jax.eval_shape(tx.init, params))
-    start = time.perf_counter()
-    program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-    seconds = time.perf_counter() - start
+    program, seconds = compiled_for(topology, stepped, shapes)
     hlo, memory = program.as_text() or "", program.memory_analysis()
-    found = scheduled(folder, case.rows, block_rows)
+    found = scheduled(folder, case.rows, case.block_rows or 1)
     return {
         **case._asdict(),
         "xla_cycles": sum(map(int, _ESTIMATE.findall(hlo))) / 1e6,
@@ -165,7 +142,7 @@ def main(args: Args) -> list[dict[str, Any]]:
         Case(rows, name, block_rows)
         for rows in args.rows
         for name in args.optimizers
-        for block_rows in (args.block_rows if name.startswith("nora") else (None,))
+        for block_rows in (args.block_rows if name.startswith(("nora", "step")) else (None,))
     ]
     rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args))
     weights = sum(math.prod(s) for s in matrices(model(args), "stacked", "first").values())

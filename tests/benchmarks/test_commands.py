@@ -9,7 +9,7 @@ import optax
 import pytest
 from tolerance import NEWTON_SCHULZ, tolerance
 
-from benchmarks import collectives, measure, paper_table, plot, step, tpu
+from benchmarks import collectives, measure, paper_table, passes, plot, step, tpu
 from benchmarks.sets import SETS, matrices, row_axes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,6 +43,7 @@ def test_step_reports_every_case_against_the_limit_and_adamw(tmp_path, capsys):
         (paper_table, paper_table.Args(repeats=-1)),
         (collectives, collectives.Args(devices=())),
         (tpu, tpu.Args(layers=0)),
+        (passes, passes.Args(block_rows=(0,))),
     ],
 )
 def test_counts_of_nothing_are_refused_before_anything_runs(command, args, capsys):
@@ -160,6 +161,7 @@ def test_a_topology_that_cannot_be_compiled_for_ends_with_a_line():
 @pytest.mark.parametrize("kind", ["v5e", "v6e"])
 def test_the_table_of_tpus_is_of_its_rows(kind):
     page = (DOCS / "benchmarks.md").read_text()
+    page = page[page.index("## On a TPU") :]
     rows = json.loads((DOCS / "results" / f"tpu-{kind}.json").read_text())["steps"]
     cycles = {
         (row["optimizer"], row["block_rows"], row["rows"]): row["xla_cycles"] + row["kernel_cycles"]
@@ -167,10 +169,10 @@ def test_the_table_of_tpus_is_of_its_rows(kind):
     }
     table = {
         "AdamW": ("adamw", None),
-        "Nora, XLA": ("nora-xla", 1),
-        "Nora, kernels": ("nora-pallas", 1),
-        "blocks of 128, XLA": ("nora-xla", 128),
-        "blocks of 128, kernels": ("nora-pallas", 128),
+        "Nora, XLA": ("step-xla", 1),
+        "Nora, kernels": ("step-pallas", 1),
+        "blocks of 128, XLA": ("step-xla", 128),
+        "blocks of 128, kernels": ("step-pallas", 128),
         "Muon in bfloat16": ("muon-bfloat16", None),
     }
     column = {"v5e": 2, "v6e": 3}[kind]
@@ -178,3 +180,44 @@ def test_the_table_of_tpus_is_of_its_rows(kind):
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
         cell = line.strip("|").split("|")[column].strip()
         assert cell == " / ".join(f"{cycles[*case, rows]:.0f}" for rows in ("first", "last"))
+
+
+HLO = """HloModule step
+
+%fused (a: f32[8]) -> f32[8] {
+  ROOT %inner.1 = f32[8]{0} add(%a, %a)
+}
+
+ENTRY %main.2 (a: f32[8], b: bf16[4,2]) -> (f32[8], pred[8]) {
+  %a = f32[8]{0} parameter(0)
+  %b = bf16[4,2]{1,0} parameter(1)
+  %both = (f32[8]{0}, pred[8]{0}) fusion(%a, %a, /*index=2*/%b), kind=kLoop, calls=%fused
+  %first = f32[8]{0} get-tuple-element(%both), index=0
+  ROOT %last = f32[] reduce(%first, %first), dimensions={0}
+}
+"""
+
+
+def test_bytes_are_those_that_instructions_read_and_write():
+    # A free instruction moves nothing, and what is read twice counts once.
+    assert passes.moved(HLO) == {"both": 32 + 16 + 32 + 8, "last": 32 + 4}
+
+
+def test_without_a_compiler_for_gpus_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(passes, "H200", "none such")
+    with pytest.raises(SystemExit, match=r"error: cannot compile for a GPU: .*jax\[cuda12\]"):
+        passes.main(passes.Args(set="tiny"))
+
+
+def test_the_table_of_bytes_is_of_its_rows():
+    page = (DOCS / "benchmarks.md").read_text()
+    page = page[page.index("## Bytes that a step moves") :]
+    rows = json.loads((DOCS / "results" / "passes-h200.json").read_text())["steps"]
+    moved = {(r["optimizer"], r["block_rows"], r["rows"]): r["bytes"] for r in rows}
+    table = {"AdamW": ("adamw", None), "Nora, XLA": ("step-xla", 1)}
+    table |= {f"blocks of {b}, XLA": ("step-xla", b) for b in (64, 128, 256, 512)}
+    table |= {"Muon in bfloat16": ("muon-bfloat16", None)}
+    for name, case in table.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        assert cells == [f"{moved[*case, rows]:.0f}" for rows in ("first", "last")]
