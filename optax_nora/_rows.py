@@ -59,14 +59,14 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     # No product with 1 / ww: where that is computed again, it may round otherwise.
     along = SHRINK * hw / ww
     u = h - along * w
-    uu, uw = rows.sums(product(power * u, power * u), product(power * u, short))
+    uu, uw = rows.sums(product(power * u, power * u), product(u, short))
     leak = SHRINK * uw / ww
-    square = uu - uw * (leak / SHRINK)
+    square = uu - (power * uw) * (power * leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
     # ones scaled down underflow. NaN is no noise: it goes through.
     hh = uu + (power * hw) * (power * along / SHRINK)
     noise = square * (NOISE * jnp.finfo(square.dtype).eps) ** -2 <= hh
-    return u - leak / power * w, jnp.where(noise, 0, square), power
+    return u - leak * w, jnp.where(noise, 0, square), power
 
 
 def divide_by_norm(u: Array, square: Array, eps: Any, power: Any = 1) -> Array:
