@@ -111,8 +111,12 @@ class Blocks(NamedTuple):
             if self.project:
                 return project_and_normalize(rows, h, w, eps)
             return normalize(rows, h, eps)
-        u, square, power = project_twice(rows, h, w) if self.project else (h, *squares(rows, h))
-        d = self.mix(divide_by_norm(u, square, 0, power), rows, self.block_rows)
+        if self.project:
+            u, square, power = project_twice(rows, h, w)
+        else:
+            square, power = squares(rows, h)
+            u = power * h
+        d = self.mix(divide_by_norm(u, square, 0), rows, self.block_rows)
         if self.project:
             d = project_and_normalize(rows, d, w, 0)
         else:

@@ -47,7 +47,7 @@ def _tiny(u: Array) -> float:
 def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     """Rows of h without their part along w, squared norms, 0 where only noise is left, and powers.
 
-    The squares are those of rows times their power: see `squares`.
+    Rows and squares are those times the power: see `squares`.
     One projection leaves a leak of about eps / rho of the result, rho = |u| / |h|; a second one
     removes it and costs no further pass over memory, as its norm follows from <u, w> and <u, u>.
     """
@@ -59,9 +59,10 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     # No product with 1 / ww: where that is computed again, it may round otherwise.
     along = SHRINK * hw / ww
     u = h - along * w
-    uu, uw = rows.sums(product(power * u, power * u), product(u, short))
+    u = jnp.where(power < 1, power * u, u)  # of a product alone XLA's passes may round otherwise
+    uu, uw = rows.sums(product(u, u), product(u, short))
     leak = SHRINK * uw / ww
-    square = uu - (power * uw) * (power * leak / SHRINK)
+    square = uu - uw * (leak / SHRINK)
     # |h|^2 = |u|^2 + <h, w>^2 / |w|^2 needs no sum of its own. The square is scaled up, as small
     # ones scaled down underflow. NaN is no noise: it goes through.
     hh = uu + (power * hw) * (power * along / SHRINK)
@@ -69,29 +70,29 @@ def project_twice(rows: Rows, h: Array, w: Array) -> tuple[Array, Array, Array]:
     return u - leak * w, jnp.where(noise, 0, square), power
 
 
-def divide_by_norm(u: Array, square: Array, eps: Any, power: Any = 1) -> Array:
-    """``u / max(|u|, eps)``, and 0 where the square is, which is that of ``power * u``."""
+def divide_by_norm(u: Array, square: Array, eps: Any) -> Array:
+    """``u / max(|u|, eps)``, and 0 where the square is."""
     # Infinity in the place of 0, and before the root, whose derivative is then finite too.
     norm = jnp.sqrt(jnp.where(square == 0, jnp.inf, square))
-    return power * u / jnp.maximum(norm, power * eps)
+    return u / jnp.maximum(norm, eps)
 
 
 def project(rows: Rows, h: Array, w: Array) -> Array:
     """``u_i = h_i - <h_i, w_i> / |w_i|^2 w_i``, exactly 0 where that is rounding noise."""
-    u, square, _ = project_twice(rows, h, w)
-    return jnp.where(square == 0, 0, u)
+    u, square, power = project_twice(rows, h, w)
+    return jnp.where(square == 0, 0, u / power)
 
 
 def normalize(rows: Rows, h: Array, eps: Any) -> Array:
     """``d_i = h_i / max(|h_i|, eps)``, with 0 / 0 = 0."""
     square, power = squares(rows, h)
-    return divide_by_norm(h, square, eps, power)
+    return divide_by_norm(power * h, square, power * eps)
 
 
 def project_and_normalize(rows: Rows, h: Array, w: Array, eps: Any) -> Array:
     """`normalize` of `project` in three passes over memory: two to reduce, one to write."""
     u, square, power = project_twice(rows, h, w)
-    return divide_by_norm(u, square, eps, power)
+    return divide_by_norm(u, square, power * eps)
 
 
 def restore_norms(rows: Rows, update: Array, w: Array) -> Array:
