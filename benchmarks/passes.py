@@ -9,14 +9,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
-from jax.experimental import topologies
 
-from benchmarks import measure
-from benchmarks.sets import SETS, RowsAlong, SetName, StepName, dimension_numbers, matrices
-from benchmarks.step import compiled_for, stepper
+from benchmarks import ahead, measure
+from benchmarks.sets import SETS, RowsAlong, SetName, StepName, matrices
 from optax_nora import _blocks
 
 H200 = """
@@ -69,12 +67,6 @@ class Args:
     """JSON file to write. None given: the results are only shown."""
 
 
-class Case(NamedTuple):
-    rows: RowsAlong
-    optimizer: StepName
-    block_rows: int | None  # None: no Nora
-
-
 COLUMNS = {
     "rows": "rows along",
     "optimizer": "optimizer",
@@ -105,11 +97,10 @@ def moved(hlo: str) -> dict[str, int]:
     return found
 
 
-def run(case: Case, args: Args, topology: Any) -> dict[str, Any]:
-    shapes = matrices(SETS[args.set], "stacked", case.rows)
-    stepped = stepper(case.optimizer, dimension_numbers("stacked", case.rows), case.block_rows)
-    program, seconds = compiled_for(topology, stepped, shapes)
-    weights = sum(map(math.prod, shapes.values()))
+def run(case: ahead.Case, args: Args, topology: Any) -> dict[str, Any]:
+    model = SETS[args.set]
+    program, seconds = ahead.compiled(topology, model, case)
+    weights = sum(map(math.prod, matrices(model, "stacked", case.rows).values()))
     memory = program.memory_analysis()
     return {
         **case._asdict(),
@@ -123,23 +114,13 @@ def gpu() -> Any:
     """An H200, which need not be here."""
     # Without a driver the plugin would refuse to start.
     os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    try:
-        return topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    except Exception as error:  # of several kinds
-        reason = str(error).splitlines()[0]
-        raise SystemExit(
-            f"error: cannot compile for a GPU: {reason}; is jax[cuda12] installed?"
-        ) from None
+    options = {"platform": "cuda", "target_config": H200, "topology": "1x1x1"}
+    return ahead.topology("a GPU", "jax[cuda12]", **options)
 
 
 def main(args: Args) -> list[dict[str, Any]]:
     measure.check_counts(block_rows=args.block_rows)
-    cases = [
-        Case(rows, name, block_rows)
-        for rows in args.rows
-        for name in args.optimizers
-        for block_rows in (args.block_rows if name.startswith(("nora", "step")) else (None,))
-    ]
+    cases = ahead.cases(args.rows, args.optimizers, args.block_rows)
     topology = gpu()
     _blocks._have_tensor_cores = lambda: True  # it asks the devices that are here
     rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args, topology))

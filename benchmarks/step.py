@@ -6,7 +6,6 @@ traffic that Nora could do with: read gradient, momentum and weight, write momen
 "step-pallas" are its ``step``, which writes no updates, by each backend.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from benchmarks import measure
@@ -107,28 +105,6 @@ def stepper(
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
-
-
-def compiled_for(
-    topology: Any,
-    stepped: tuple[Callable[[Any], Any], Callable[[Any, Any], Any]],
-    shapes: dict[str, tuple[int, ...]],
-) -> tuple[Any, float]:
-    """The program of what `stepper` gives, in float32, for a device that is not here.
-
-    And the seconds that it took to compile.
-    """
-    init, step = stepped
-    place = NamedSharding(Mesh(topology.devices[:1], ("one",)), PartitionSpec())
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-
-    params = placed({name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()})
-    state = placed(jax.eval_shape(init, params))
-    start = time.perf_counter()
-    program = jax.jit(step, donate_argnums=0).lower((params, state), params).compile()
-    return program, time.perf_counter() - start
 
 
 def run(case: Case, args: Args, bandwidth: float) -> dict[str, Any]:

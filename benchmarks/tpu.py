@@ -13,15 +13,13 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import tyro
-from jax.experimental import topologies
 
-from benchmarks import measure
-from benchmarks.sets import Llama, RowsAlong, StepName, dimension_numbers, matrices
-from benchmarks.step import compiled_for, stepper
+from benchmarks import ahead, measure
+from benchmarks.sets import Llama, RowsAlong, StepName, matrices
 from optax_nora._tpu_kernels import LANES
 
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -51,12 +49,6 @@ class Args:
     """JSON file to write. None given: the results are only shown."""
 
 
-class Case(NamedTuple):
-    rows: RowsAlong
-    optimizer: StepName
-    block_rows: int | None  # None: no Nora
-
-
 COLUMNS = {
     "rows": "rows along",
     "optimizer": "optimizer",
@@ -84,7 +76,7 @@ def scheduled(folder: Path, rows: RowsAlong, block_rows: int) -> dict[tuple[int,
     return found
 
 
-def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
+def compiled(case: ahead.Case, args: Args, folder: Path) -> dict[str, Any]:
     """One case, in a process of its own: libtpu reads what it is told when it is loaded."""
     kernels = case.optimizer == "step-pallas"
     dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true" if kernels else ""
@@ -96,16 +88,9 @@ def compiled(case: Case, args: Args, folder: Path) -> dict[str, Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     jax.config.update("jax_platforms", "cpu")
-    try:
-        topology = topologies.get_topology_desc(args.topology, platform="tpu")
-    except Exception as error:  # of several kinds
-        reason = str(error).splitlines()[0]
-        raise SystemExit(
-            f"error: cannot compile for {args.topology}: {reason}; is libtpu installed?"
-        ) from None
-    stepped = stepper(case.optimizer, dimension_numbers("stacked", case.rows), case.block_rows)
+    topology = ahead.topology(args.topology, "libtpu", args.topology, platform="tpu")
+    program, seconds = ahead.compiled(topology, model(args), case)
     shapes = matrices(model(args), "stacked", case.rows)
-    program, seconds = compiled_for(topology, stepped, shapes)
     hlo, memory = program.as_text() or "", program.memory_analysis()
     found = scheduled(folder, case.rows, case.block_rows or 1)
     return {
@@ -122,7 +107,7 @@ def model(args: Args) -> Llama:
     return Llama(args.layers, args.width, args.mlp_width)
 
 
-def run(case: Case, args: Args) -> dict[str, Any]:
+def run(case: ahead.Case, args: Args) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -138,12 +123,7 @@ def main(args: Args) -> list[dict[str, Any]]:
         mlp_width=args.mlp_width,
         block_rows=args.block_rows,
     )
-    cases = [
-        Case(rows, name, block_rows)
-        for rows in args.rows
-        for name in args.optimizers
-        for block_rows in (args.block_rows if name.startswith(("nora", "step")) else (None,))
-    ]
+    cases = ahead.cases(args.rows, args.optimizers, args.block_rows)
     rows = measure.rows_with_progress("compiling", cases, lambda case: run(case, args))
     weights = sum(math.prod(s) for s in matrices(model(args), "stacked", "first").values())
     measure.show(f"one step of {weights / 1e6:.0f}M weights, {args.topology}", COLUMNS, rows)
